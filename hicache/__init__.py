@@ -1,0 +1,1 @@
+"""HiCache: a tiered KV cache for hybrid-attention language models."""

@@ -1,0 +1,1 @@
+"""Benchmarks: multi-turn, replay, hit rate, overlap, tree."""

@@ -1,0 +1,62 @@
+"""The argument tree. Commands are imported when asked for, so that --help stays light."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+import click
+
+from hicache.errors import HiCacheError
+
+# name: (module:attribute, one line of help)
+_COMMANDS = {
+    "serve": ("hicache.cli.serve:serve", "Run the shared L3 daemon."),
+    "launch-server": ("hicache.cli.launch_server:launch_server", "Serve the reference engine over HTTP."),
+    "bench": ("hicache.cli.bench:bench", "Measure: multi-turn, overlap, tree."),
+    "replay": ("hicache.cli.replay:replay", "Replay a recorded trace against given tier sizes."),
+    "hit-rate": ("hicache.cli.hit_rate:hit_rate", "Hit rate per round from logs or a server's metrics."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are named in a table and imported on use."""
+
+    def __init__(self, *args: object, table: dict[str, tuple[str, str]], **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._table)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in self._table:
+            return None
+        module, attribute = self._table[name][0].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self._table.items()])
+
+
+@click.group(cls=LazyGroup, table=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="hicache-tiered", prog_name="hicache")
+@click.option("--log-level", default="info", type=click.Choice(["debug", "info", "warning", "error"]))
+def cli(log_level: str) -> None:
+    """A tiered KV cache for hybrid-attention language models."""
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+
+
+def main() -> None:
+    """Run the command line; a refused setting is one line on stderr and exit code 2."""
+    try:
+        cli()
+    except HiCacheError as error:
+        click.echo(f"hicache: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""hicache serve: one store shared by many replicas over gRPC."""

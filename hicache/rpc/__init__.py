@@ -1,0 +1,1 @@
+"""Generated protocol code and what both ends of the wire share."""

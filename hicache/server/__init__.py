@@ -1,0 +1,1 @@
+"""The reference engine over HTTP, with SGLang's routes."""

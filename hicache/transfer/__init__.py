@@ -1,0 +1,1 @@
+"""Moves bytes between tiers and reports when they are there."""

@@ -1,0 +1,118 @@
+"""The contract of a transfer executor: the only code that moves bytes or waits for them.
+
+The cache plans in slots; an executor performs and reports. Real bytes: `transfer.executor`. Virtual
+time: `transfer.virtual`, where slots are real, tensors are absent and copies cost time instead.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NewType, Protocol
+
+from hicache.types import Component, Slots
+
+JobId = NewType("JobId", int)
+
+
+class Move(NamedTuple):
+    """Copy whole families of one component: page `sources[i]` to page `targets[i]`."""
+
+    component: Component
+    sources: Slots
+    targets: Slots
+
+
+class ObjectRef(NamedTuple):
+    """One L3 object: a page of a family, or a MAMBA state named by the hash of the page it ends."""
+
+    component: Component
+    page_hash: bytes  # 32 bytes
+
+
+class JobKind(enum.Enum):
+    WRITE = "write"  # device to host
+    PROBE = "probe"  # which objects are in storage
+    FETCH = "fetch"  # storage to host
+    STORE = "store"  # host to storage
+    LOAD = "load"  # host to device, layer by layer
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a job. From here on nothing touches the job's slots any more.
+
+    `flags` has one byte per entry of the job: 1 = present (PROBE), whole and verified (FETCH),
+    stored or already there (STORE). WRITE and LOAD fail by raising at the edge, never in part, and
+    have no flags. `failed` says that the store itself failed, so flags are no evidence of absence.
+    """
+
+    job: JobId
+    kind: JobKind
+    flags: bytes = b""
+    failed: bool = False
+
+
+class LoadTicket(Protocol):
+    """A load in progress. wait_layer is called from the compute thread, in ascending layer order."""
+
+    def wait_layer(self, layer: int) -> None:
+        """Make the caller's stream (on CPU: the caller) wait until every pool of model layer `layer` is there."""
+
+    def done(self) -> bool:
+        """True once every layer has arrived."""
+
+
+class Executor(ABC):
+    """Performs jobs. Every start_ method returns at once; called from the cache's thread only."""
+
+    @property
+    @abstractmethod
+    def has_storage(self) -> bool:
+        """True while a storage backend is attached and not bypassed."""
+
+    @abstractmethod
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy one MAMBA family on the device, ordered with the compute stream (copy-on-write)."""
+
+    @abstractmethod
+    def start_load(self, job: JobId, moves: Sequence[Move]) -> LoadTicket:
+        """Copy host pages to device pages layer by layer; a gate per layer. Reported as Done too."""
+
+    @abstractmethod
+    def start_write(self, job: JobId, moves: Sequence[Move]) -> None:
+        """Copy device pages, as the compute stream leaves them now, to host pages."""
+
+    @abstractmethod
+    def start_probe(self, job: JobId, refs: Sequence[ObjectRef]) -> None:
+        """Ask storage which objects it holds."""
+
+    @abstractmethod
+    def start_fetch(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
+        """Read objects into host slots in order, verifying each."""
+
+    @abstractmethod
+    def start_store(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
+        """Write host slots as objects in order, stopping at the first that fails."""
+
+    @abstractmethod
+    def arrived(self, job: JobId) -> bytes:
+        """Return the flags of a FETCH so far: entries whose page is whole and verified in its slot."""
+
+    @abstractmethod
+    def cancel(self, job: JobId) -> None:
+        """Ask a FETCH or PROBE to end early. Its slots stay busy until its Done is polled."""
+
+    @abstractmethod
+    def poll(self) -> list[Done]:
+        """Return the jobs that ended since the last poll, in the order they ended. Never blocks."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Block until poll() would return something, or the time is up; return whether it would."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the threads this executor started."""

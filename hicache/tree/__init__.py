@@ -1,0 +1,1 @@
+"""The unified prefix tree: decides what is where, performs nothing."""

@@ -1,0 +1,63 @@
+"""Values without behaviour that every layer shares: components, tiers, tokens by tier."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass
+from typing import TypeAlias
+
+# Slots of one pool, one per page, dtype int32. A slot is a page index in a pool; NO_SLOT marks an
+# absent page (for SWA: a tombstone).
+Slots: TypeAlias = "array[int]"
+NO_SLOT = -1
+
+# What tokens may be handed over as: any C-contiguous buffer of little-endian u32.
+TokenBuffer: TypeAlias = "bytes | bytearray | memoryview | array[int]"
+TOKEN_BYTES = 4
+
+
+class Component(enum.IntEnum):
+    """A kind of layer state. The value is its eviction priority: evicting one takes the higher values along."""
+
+    FULL = 0
+    SWA = 1
+    MAMBA = 2
+
+
+class Tier(enum.IntEnum):
+    """Where a page lives: L1 device, L2 host, L3 storage."""
+
+    DEVICE = 0
+    HOST = 1
+    STORAGE = 2
+
+
+class WritePolicy(str, enum.Enum):
+    """When a page is written to the next tier; names and meaning as in SGLang."""
+
+    WRITE_THROUGH = "write_through"
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    WRITE_BACK = "write_back"
+
+
+class PrefetchPolicy(str, enum.Enum):
+    """How long a queued request may wait for L3; names and meaning as in SGLang."""
+
+    BEST_EFFORT = "best_effort"
+    WAIT_COMPLETE = "wait_complete"
+    TIMEOUT = "timeout"
+
+
+@dataclass(slots=True)
+class CachedTokens:
+    """Tokens of one prompt by the tier that supplied them; `computed` is the rest of the prompt."""
+
+    device: int = 0
+    host: int = 0
+    storage: int = 0
+    computed: int = 0
+
+    @property
+    def cached(self) -> int:
+        return self.device + self.host + self.storage

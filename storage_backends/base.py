@@ -1,0 +1,117 @@
+"""The contract between HiCache and a system that keeps objects outside the process (L3).
+
+A backend stores opaque, immutable objects under text keys. It knows nothing of pages, models or
+trees. `hicache.testing.backend_suite` proves that a backend keeps this contract.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+MISS = -1  # in read(): the object is not there, or is not readable right now
+
+
+class WriteOutcome(enum.Enum):
+    """What became of one object of a write."""
+
+    STORED = "stored"  # visible, whole
+    EXISTS = "exists"  # already there, or another writer is storing it: nothing to do
+    NO_SPACE = "no_space"  # refused; nothing is visible
+    FAILED = "failed"  # the store failed; nothing is visible
+
+
+@dataclass(slots=True)
+class Reservation:
+    """Room for one object between begin_write and commit or abort.
+
+    `buffer` has exactly the asked size, is writable, belongs to the backend, and may be used by the
+    caller from begin_write until commit or abort returns; its first content is undefined.
+    """
+
+    key: str
+    buffer: memoryview
+    token: object = field(default=None, repr=False)  # the backend's own
+
+
+@dataclass(frozen=True, slots=True)
+class BackendStats:
+    """A snapshot. Bytes and objects are what this client can know; -1 where the system cannot tell."""
+
+    objects: int
+    used_bytes: int
+    capacity_bytes: int
+    details: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+class StorageBackend(ABC):
+    """A place for objects. Every method is thread-safe and returns within the backend's time bound.
+
+    A method raises BackendTimeout or BackendUnavailable when the whole call failed, and nothing else
+    on purpose; an outcome of a single object is in the return value. No method keeps a reference to
+    memory that the caller passed once it has returned or raised BackendUnavailable; after
+    BackendTimeout the call may still be running (law 9), so the caller must not reuse that memory
+    until the backend is closed, unless `settles_on_timeout` is true.
+    """
+
+    name: ClassVar[str]
+    # True if memory passed to a call that raised BackendTimeout is never touched afterwards.
+    settles_on_timeout: ClassVar[bool] = True
+
+    @abstractmethod
+    def probe(self, keys: Sequence[str]) -> bytes:
+        """Return one byte per key: 1 if the object is there and whole, else 0.
+
+        Keys found are protected from the backend's own eviction for its lease time where it has one.
+        Changes nothing else. May block on I/O.
+        """
+
+    @abstractmethod
+    def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[int]:
+        """Read each object into the buffer beside it; return its true size, or MISS.
+
+        A size larger than the buffer means that nothing was written to it. The caller owns the
+        buffers and verifies what is in them: a backend need not check payloads.
+        """
+
+    @abstractmethod
+    def begin_write(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Reservation | WriteOutcome]:
+        """Reserve room per key, or say why not (EXISTS, NO_SPACE, FAILED). Nothing is visible yet."""
+
+    @abstractmethod
+    def commit(self, reservations: Sequence[Reservation]) -> list[WriteOutcome]:
+        """Make filled reservations visible, each atomically; all of them end, whatever the outcome."""
+
+    @abstractmethod
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        """End reservations without a trace. Never raises for a reservation that already ended."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[str]) -> None:
+        """Mark keys as recently used where the system ranks by use; a hint, unknown keys are fine."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> int:
+        """Delete objects; return how many were there. One being read stays readable to that reader."""
+
+    @abstractmethod
+    def clear(self, prefix: str) -> int:
+        """Delete every object whose key begins with `prefix` ('' is all); return how many went."""
+
+    @abstractmethod
+    def stats(self) -> BackendStats:
+        """Return a snapshot."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Idempotent; other methods raise BackendUnavailable afterwards."""
+
+
+class RegistersMemory(Protocol):
+    """Implemented by backends that move bytes fastest from memory they know (RDMA registration)."""
+
+    def register(self, memory: memoryview) -> None:
+        """Register long-lived memory; the caller keeps it alive until close()."""
