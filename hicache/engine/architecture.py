@@ -1,0 +1,121 @@
+"""The reference decoder's shape, and the spec of the pools it needs. No torch: virtual time uses it too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from hicache.errors import ConfigError
+from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
+from hicache.types import Component
+
+FULL_KV = "full_kv"
+FULL_INDEX = "full_index"
+SWA_KV = "swa_kv"
+MAMBA_STATE = "mamba_state"
+MAMBA_CONV = "mamba_conv"
+
+_LETTERS = {"F": Component.FULL, "S": Component.SWA, "M": Component.MAMBA}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceConfig:
+    """A small hybrid decoder with seeded random weights.
+
+    Positions are computed in tiles of `tile` rows at absolute positions, whatever the caller asks
+    for, so that a result never depends on how the work was cut (see hicache.engine.model).
+    """
+
+    layers: tuple[Component, ...]
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    index_dim: int = 8  # the sidecar of FULL: one indexer key per token
+    mlp: int = 128
+    vocab: int = 512
+    window: int = 64  # tokens before a position that SWA sees, besides the position itself
+    state_dim: int = 8  # recurrent state per channel
+    conv_width: int = 4  # inputs that the short convolution of MAMBA sees
+    context_length: int = 4096
+    tile: int = 16
+    seed: int = 0  # of the weights; it is their version
+
+    def __post_init__(self) -> None:
+        if Component.FULL not in self.layers:
+            raise ConfigError("the reference model needs at least one FULL layer")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"{self.heads} heads are not a multiple of {self.kv_heads} KV heads")
+        if self.head_dim % 2:
+            raise ConfigError(f"head dim {self.head_dim} must be even: rotary positions turn pairs")
+        if self.vocab < 256:
+            raise ConfigError(f"vocabulary {self.vocab} must be at least 256: the tokenizer speaks in bytes")
+        sizes = (
+            self.hidden, self.heads, self.kv_heads, self.index_dim, self.mlp, self.window, self.state_dim,
+            self.context_length, self.tile,
+        )  # fmt: skip
+        if min(sizes) < 1 or self.conv_width < 2:
+            raise ConfigError(f"sizes of the reference model must be positive, conv width at least 2: {self}")
+
+    @property
+    def kinds(self) -> tuple[Component, ...]:
+        return tuple(sorted(set(self.layers)))
+
+    @property
+    def model_id(self) -> str:
+        """Name the architecture; equal for equal weights-free shapes, so that it may stand in a key."""
+        shape = {k: v for k, v in asdict(self).items() if k not in ("seed", "context_length")}
+        digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:8]
+        return f"hicache-reference-{layer_string(self.layers)}-{digest}"
+
+
+PRESETS: Mapping[str, ReferenceConfig] = {
+    "full": ReferenceConfig(layers=(Component.FULL,) * 4),
+    "full-swa": ReferenceConfig(layers=(Component.SWA, Component.FULL) * 2),
+    "full-mamba": ReferenceConfig(layers=(Component.MAMBA, Component.FULL) * 2),
+    "hybrid": ReferenceConfig(layers=(Component.SWA, Component.MAMBA, Component.FULL, Component.SWA) * 2),
+}
+
+
+def parse_layers(text: str) -> tuple[Component, ...]:
+    """Read layers as one letter each, F, S or M, in model order: "SMFS"."""
+    wrong = sorted(set(text.upper()) - set(_LETTERS))
+    if wrong or not text:
+        raise ConfigError(f"layers {text!r}: use one letter per layer, F (full), S (swa) or M (mamba)")
+    return tuple(_LETTERS[letter] for letter in text.upper())
+
+
+def layer_string(layers: tuple[Component, ...]) -> str:
+    """Write layers as parse_layers reads them."""
+    return "".join(component.name[0] for component in layers)
+
+
+def reference_spec(config: ReferenceConfig, page_size: int) -> ModelSpec:
+    """Describe the pools the model reads and writes, for pages of `page_size` tokens."""
+    kv_row = (2, config.kv_heads, config.head_dim)
+    components = []
+    for component in config.kinds:
+        layers = config.layers.count(component)
+        if component is Component.FULL:
+            pools: tuple[PoolSpec, ...] = (
+                PoolSpec(FULL_KV, layers, kv_row, "float32", page_size),
+                PoolSpec(FULL_INDEX, layers, (config.index_dim,), "float32", page_size),
+            )
+        elif component is Component.SWA:
+            pools = (PoolSpec(SWA_KV, layers, kv_row, "float32", page_size),)
+        else:
+            pools = (
+                PoolSpec(MAMBA_STATE, layers, (config.hidden, config.state_dim), "float32", 1),
+                PoolSpec(MAMBA_CONV, layers, (config.conv_width - 1, config.hidden), "float32", 1),
+            )
+        window = config.window if component is Component.SWA else 0
+        components.append(ComponentSpec(component, pools, window=window))
+    return ModelSpec(
+        model_id=config.model_id,
+        page_size=page_size,
+        components=tuple(components),
+        weight_version=str(config.seed),
+        layers=config.layers,
+    )
