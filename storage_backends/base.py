@@ -2,6 +2,11 @@
 
 A backend stores opaque, immutable objects under text keys. It knows nothing of pages, models or
 trees. `hicache.testing.backend_suite` proves that a backend keeps this contract.
+
+A key is printable ASCII without blanks, 1 to 200 characters, with '/' between its parts. An object
+has at least one byte. The keys of one call belong together and stand in the order in which they are
+of use: a system that ranks by use ranks the first as the most recently used, so that what it evicts
+first is the end of a chain and not its root.
 """
 
 from __future__ import annotations
@@ -50,11 +55,12 @@ class BackendStats:
 class StorageBackend(ABC):
     """A place for objects. Every method is thread-safe and returns within the backend's time bound.
 
-    A method raises BackendTimeout or BackendUnavailable when the whole call failed, and nothing else
-    on purpose; an outcome of a single object is in the return value. No method keeps a reference to
-    memory that the caller passed once it has returned or raised BackendUnavailable; after
-    BackendTimeout the call may still be running (law 9), so the caller must not reuse that memory
-    until the backend is closed, unless `settles_on_timeout` is true.
+    A method raises BackendTimeout or BackendUnavailable when the whole call failed, ValueError when it
+    was called wrongly (lists of different lengths, an object without bytes), and nothing else on
+    purpose; an outcome of a single object is in the return value. A batch may name a key twice. No
+    method keeps a reference to memory that the caller passed once it has returned or raised
+    BackendUnavailable; after BackendTimeout the call may still be running (law 9), so the caller must
+    not reuse that memory until the backend is closed, unless `settles_on_timeout` is true.
     """
 
     name: ClassVar[str]
@@ -65,25 +71,34 @@ class StorageBackend(ABC):
     def probe(self, keys: Sequence[str]) -> bytes:
         """Return one byte per key: 1 if the object is there and whole, else 0.
 
-        Keys found are protected from the backend's own eviction for its lease time where it has one.
-        Changes nothing else. May block on I/O.
+        Keys found are protected from the backend's own eviction for its lease time where it has one,
+        and may count as used. Changes nothing else. May block on I/O.
         """
 
     @abstractmethod
     def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[int]:
         """Read each object into the buffer beside it; return its true size, or MISS.
 
-        A size larger than the buffer means that nothing was written to it. The caller owns the
-        buffers and verifies what is in them: a backend need not check payloads.
+        A size larger than the buffer means that nothing was written to it; a smaller one leaves the
+        rest of the buffer as it was; after MISS its content is undefined. The caller owns the buffers
+        (contiguous, writable, of format 'B') and verifies what is in them: a backend need not check
+        payloads.
         """
 
     @abstractmethod
     def begin_write(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Reservation | WriteOutcome]:
-        """Reserve room per key, or say why not (EXISTS, NO_SPACE, FAILED). Nothing is visible yet."""
+        """Reserve room per key, or say why not (EXISTS, NO_SPACE, FAILED). Nothing is visible yet.
+
+        The second of two equal keys in a batch is EXISTS. A backend may end reservations that are
+        neither committed nor aborted for long.
+        """
 
     @abstractmethod
     def commit(self, reservations: Sequence[Reservation]) -> list[WriteOutcome]:
-        """Make filled reservations visible, each atomically; all of them end, whatever the outcome."""
+        """Make filled reservations visible, each atomically; all of them end, whatever the outcome.
+
+        A reservation that had already ended is FAILED and changes nothing.
+        """
 
     @abstractmethod
     def abort(self, reservations: Sequence[Reservation]) -> None:
@@ -108,6 +123,19 @@ class StorageBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything. Idempotent; other methods raise BackendUnavailable afterwards."""
+
+
+def check_lengths(keys: Sequence[str], others: Sequence[object]) -> None:
+    """Raise ValueError unless there is one of `others` per key."""
+    if len(keys) != len(others):
+        raise ValueError(f"{len(keys)} keys, but {len(others)} values beside them")
+
+
+def check_sizes(keys: Sequence[str], sizes: Sequence[int]) -> None:
+    """Raise ValueError unless every key of a write has a positive size."""
+    check_lengths(keys, sizes)
+    if sizes and min(sizes) < 1:
+        raise ValueError(f"an object has at least one byte, not {min(sizes)}")
 
 
 class RegistersMemory(Protocol):

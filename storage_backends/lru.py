@@ -1,0 +1,126 @@
+"""Which objects a store would drop next: recency, with read leases that suspend it.
+
+Decides the order and counts bytes; leaves to the store what an object is and how one is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
+
+
+class Entry:
+    """What is ranked; a store adds its own fields."""
+
+    __slots__ = ("leased_until", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.leased_until = 0.0
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class LeasedLru(Generic[E]):
+    """Entries by key, coldest first, except those under a lease. Not thread-safe; the store locks.
+
+    A lease ends after `lease_s`, or early when leases would cover more than `max_leased_bytes`; its
+    entry is then the most recently used. Invariant: used_bytes and leased_bytes equal the sums of
+    the sizes; `_leased` is ordered by the end of its leases. Every operation is O(1) per key.
+    """
+
+    def __init__(self, *, lease_s: float, max_leased_bytes: int) -> None:
+        self._lease_s = lease_s
+        self._max_leased_bytes = max_leased_bytes
+        self._cold: OrderedDict[str, E] = OrderedDict()
+        self._leased: OrderedDict[str, E] = OrderedDict()
+        self.used_bytes = 0
+        self.leased_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._cold) + len(self._leased)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._leased or key in self._cold
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._cold
+        yield from self._leased
+
+    def get(self, key: str) -> E | None:
+        """Return an entry without ranking it."""
+        entry = self._leased.get(key)
+        return self._cold.get(key) if entry is None else entry
+
+    def add(self, key: str, entry: E) -> None:
+        """Add an entry as the most recently used; the key must be new."""
+        if key in self:
+            raise ValueError(f"{key} is already ranked")
+        self._cold[key] = entry
+        self.used_bytes += entry.size
+
+    def pop(self, key: str) -> E | None:
+        """Take an entry out, leased or not."""
+        entry = self._cold.pop(key, None)
+        if entry is None:
+            entry = self._leased.pop(key, None)
+            if entry is None:
+                return None
+            self.leased_bytes -= entry.size
+        self.used_bytes -= entry.size
+        return entry
+
+    def touch(self, keys: Sequence[str]) -> None:
+        """Rank the keys as the most recently used, the first of them highest. Unknown keys are fine."""
+        cold = self._cold
+        for key in reversed(keys):
+            if key in cold:
+                cold.move_to_end(key)
+
+    def lease(self, keys: Sequence[str], now: float) -> list[E | None]:
+        """Return each entry and protect it from pop_coldest() until now + lease_s."""
+        cold, leased = self._cold, self._leased
+        until = now + self._lease_s
+        found: list[E | None] = [None] * len(keys)
+        for i in range(len(keys) - 1, -1, -1):
+            key = keys[i]
+            entry = leased.get(key)
+            if entry is not None:
+                leased.move_to_end(key)
+            else:
+                entry = cold.pop(key, None)
+                if entry is None:
+                    continue
+                leased[key] = entry
+                self.leased_bytes += entry.size
+            entry.leased_until = until
+            found[i] = entry
+        while self.leased_bytes > self._max_leased_bytes:
+            self._end_oldest_lease()
+        return found
+
+    def end_leases(self, now: float) -> None:
+        """End the leases that ran out by `now`."""
+        leased = self._leased
+        while leased and next(iter(leased.values())).leased_until <= now:
+            self._end_oldest_lease()
+
+    def _end_oldest_lease(self) -> None:
+        key, entry = self._leased.popitem(last=False)
+        self._cold[key] = entry
+        self.leased_bytes -= entry.size
+
+    @property
+    def evictable_bytes(self) -> int:
+        """What pop_coldest() could free in all."""
+        return self.used_bytes - self.leased_bytes
+
+    def pop_coldest(self) -> tuple[str, E] | None:
+        """Take out the least recently used entry that is not leased."""
+        if not self._cold:
+            return None
+        key, entry = self._cold.popitem(last=False)
+        self.used_bytes -= entry.size
+        return key, entry
