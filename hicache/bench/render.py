@@ -1,0 +1,87 @@
+"""Tables for people. Everything here prints; nothing here computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from hicache.bench.hit_rate import HitRate, HitRateRow
+from hicache.bench.report import RunReport
+
+
+def runs_table(title: str, runs: Sequence[RunReport]) -> Table:
+    """One row per round, three columns per run; the last row is the whole run."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    table.add_column("round", justify="right")
+    table.add_column("ceiling", justify="right", style="dim")
+    for run in runs:
+        table.add_column(f"{run.tiers}\nhit", justify="right")
+        table.add_column("\nl1/l2/l3", justify="right", style="dim")
+        table.add_column("\nTTFT", justify="right")
+    rows = [{r.round: r for r in run.rounds} for run in runs]
+    for number in sorted({n for row in rows for n in row}):
+        cells = [str(number), percent(next(row[number].ceiling for row in rows if number in row))]
+        for row in rows:
+            found = row.get(number)
+            if found is None:
+                cells += ["", "", ""]
+                continue
+            cells.append(percent(found.hit_rate))
+            tiers = found.by_tier
+            whole = max(1, found.prompt_tokens)
+            parts = (tiers.device, tiers.host, tiers.storage) if tiers else ()
+            cells.append("/".join(f"{100 * part / whole:.0f}" for part in parts) or "-")
+            cells.append(seconds(found.ttft_mean_s))
+        table.add_row(*cells)
+    table.add_section()
+    cells = ["all", percent(runs[0].ceiling) if runs else ""]
+    for run in runs:
+        cells += [percent(run.hit_rate), "", f"{run.effective_input_tokens_per_s:,.0f}\ntok/s"]
+    table.add_row(*cells, style="bold")
+    return table
+
+
+def hit_rate_table(title: str, measured: HitRate, *, unit: str = "round") -> Table:
+    """One row per round (or interval) and one for everything."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in (
+        unit,
+        "requests" if unit == "round" else "samples",
+        "prompt tokens",
+        "cached tokens",
+        "hit rate",
+    ):
+        table.add_column(name, justify="right")
+    for row in measured.rounds:
+        table.add_row(*_hit_rate_cells(str(row.round), row))
+    table.add_section()
+    table.add_row(*_hit_rate_cells("all", measured.overall), style="bold")
+    return table
+
+
+def _hit_rate_cells(label: str, row: HitRateRow) -> list[str]:
+    rate = row.hit_rate
+    shown = "-" if rate is None else percent(rate)
+    return [label, str(row.requests), f"{row.prompt_tokens:,}", f"{row.cached_tokens:,}", shown]
+
+
+def percent(fraction: float) -> str:
+    """One decimal."""
+    return f"{100 * fraction:.1f} %"
+
+
+def seconds(value: float) -> str:
+    """Three digits, in the unit that fits."""
+    if value < 0.1:
+        return f"{1000 * value:.1f} ms"
+    return f"{value:.2f} s" if value < 100 else f"{value:.0f} s"
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that never wraps a table when the output is a file."""
+    made = Console(stderr=stderr)
+    if not made.is_terminal:
+        made.width = 200
+    return made
