@@ -1,0 +1,108 @@
+"""The picture of the cliff: hit rate per round, one line per run, and the throughput beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hicache.bench.published import Published
+from hicache.bench.report import RunReport
+
+_COLORS = {"l1": "#c44e52", "l1+l2": "#dd8452", "l1+l2+l3": "#2a7f62"}
+_OTHERS = ("#4c72b0", "#8172b3", "#937860", "#64b5cd")
+_GRID = "#dddddd"
+
+
+def plot_runs(path: Path, title: str, runs: Sequence[RunReport], published: Published | None = None) -> None:
+    """Write a PNG of the runs; with `published`, its readings as hollow markers in the same colours."""
+    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(10.5, 4.6), dpi=160, layout="constrained")
+        curve, bars = figure.subplots(1, 2, width_ratios=(3.2, 1))
+        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+        colors = _colors(runs)
+        _draw_curves(curve, runs, colors, published)
+        _draw_bars(bars, runs, colors, published)
+        figure.savefig(path, format="png")
+
+
+def _colors(runs: Sequence[RunReport]) -> list[str]:
+    """The tier set's own colour the first time it appears, another one for every further run."""
+    seen: set[str] = set()
+    others = iter(_OTHERS * len(runs))
+    colors = []
+    for run in runs:
+        fresh = run.tiers in _COLORS and run.tiers not in seen
+        colors.append(_COLORS[run.tiers] if fresh else next(others))
+        seen.add(run.tiers)
+    return colors
+
+
+def _draw_curves(
+    axes: Axes, runs: Sequence[RunReport], colors: Sequence[str], published: Published | None
+) -> None:
+    longest = max(runs, key=lambda run: len(run.rounds))
+    axes.plot(
+        [r.round for r in longest.rounds],
+        [100 * r.ceiling for r in longest.rounds],
+        color="#555555",
+        linestyle=":",
+        linewidth=1.2,
+        label="ceiling",
+        zorder=1,
+    )
+    for run, color in zip(runs, colors, strict=True):
+        axes.plot(
+            [r.round for r in run.rounds],
+            [100 * r.hit_rate for r in run.rounds],
+            color=color,
+            linewidth=2.2,
+            label=_label(run, runs),
+            zorder=3,
+        )
+        readings = published.hit_percent.get(run.tiers) if published else None
+        if published and readings:
+            axes.plot(
+                published.rounds,
+                readings,
+                color=color,
+                linestyle="none",
+                marker="o",
+                markersize=5,
+                markerfacecolor="white",
+                markeredgewidth=1.2,
+                label=f"{run.tiers}, published",
+                zorder=4,
+            )
+    axes.set_xlabel("round (each client extends its conversation)")
+    axes.set_ylabel("hit rate, % of prompt tokens")
+    axes.set_ylim(-3, 103)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.0, 0.36), fontsize=9)
+
+
+def _draw_bars(
+    axes: Axes, runs: Sequence[RunReport], colors: Sequence[str], published: Published | None
+) -> None:
+    values = [run.effective_input_tokens_per_s for run in runs]
+    places = range(len(runs))
+    axes.bar(places, values, color=colors, width=0.62)
+    for place, run, value in zip(places, runs, values, strict=True):
+        axes.text(place, value, f"{value / 1000:,.1f} K", ha="center", va="bottom", fontsize=9)
+        reading = published.effective_input_tokens_per_s.get(run.tiers) if published else None
+        if reading:
+            axes.plot(place, reading, "o", markerfacecolor="white", markeredgecolor="#222222", markersize=5)
+    axes.set_xticks(places, [_label(run, runs).replace("+l", "\n+l") for run in runs], fontsize=9)
+    axes.set_ylabel("effective input tokens/s")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f} K")
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _label(run: RunReport, runs: Sequence[RunReport]) -> str:
+    several = len({other.eviction_policy for other in runs}) > 1
+    return f"{run.tiers}, {run.eviction_policy}" if several else run.tiers
