@@ -42,6 +42,8 @@ class Request:
     full: Slots = field(default_factory=lambda: array("i"))
     swa: Slots = field(default_factory=lambda: array("i"))
     state: int = NO_SLOT
+    track: int = NO_SLOT  # holds the MAMBA state at `track_position`, the last page boundary of decode
+    track_position: int = -1
     computed: int = 0  # tokens
     committed: int = 0  # pages
     cached: CachedTokens = field(default_factory=CachedTokens)
@@ -49,6 +51,7 @@ class Request:
     load: LoadTicket | None = None  # wait_layer() before reading a layer while it is set
 
     lease: Lease | None = None  # device lease while running
+    branch: tuple[int, ...] = ()  # pages; boundaries whose MAMBA state a prefill should leave behind
     enqueued_at: float = 0.0
     first_token_at: float | None = None
     finished_at: float | None = None

@@ -1,0 +1,360 @@
+"""Bringing pages of queued requests from storage to the host, within the prefetch policy's bound.
+
+Life of one prefetch: probe, then fetch into reserved host pages, then publish what has arrived whole
+up to the deepest boundary that every component accepts. It may be cut off at any moment; pages that
+a read still fills stay held until the read ends (law 9).
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+from hicache import boundary
+from hicache.cache.jobs import Jobs
+from hicache.cache.pools import PagePools
+from hicache.cache.stats import CacheStats
+from hicache.clock import Clock
+from hicache.config.cache import CacheConfig
+from hicache.keys import page_hashes
+from hicache.policy.prefetch import PrefetchRule, PrefetchVerdict
+from hicache.request import Request
+from hicache.transfer.base import Done, Executor, JobId, JobKind, ObjectRef
+from hicache.tree.base import Lease, Match, PathPresence, TreeCore, TreeRules
+from hicache.types import NO_SLOT, TOKEN_BYTES, Component, Slots, Tier
+
+
+class _Phase(enum.Enum):
+    PROBING = "probing"
+    FETCHING = "fetching"
+    ENDED = "ended"  # published or given up; a cut-off read may still hold its pages
+
+
+@dataclass(slots=True)
+class _Part:
+    """The objects of one component in a probe or fetch, in job order.
+
+    Positions ascend: page indices (FULL, SWA) or boundaries (MAMBA). `slots` are host pages held by
+    the fetch, NO_SLOT once the tree has them.
+    """
+
+    component: Component
+    positions: Sequence[int]
+    slots: Slots = field(default_factory=lambda: array("i"))
+
+
+@dataclass(slots=True)
+class _Prefetch:
+    request: Request
+    job: JobId
+    known: int  # pages reachable without storage when it was planned (the host boundary)
+    limit: int  # pages
+    hashes: list[bytes]  # of pages [0, limit)
+    parts: list[_Part]
+    progress_at: float
+    arrived: int = 0
+    phase: _Phase = _Phase.PROBING
+    blocked_since: float | None = None
+    lease: Lease | None = None  # keeps what was published until admission
+
+    def split(self, flags: bytes) -> list[tuple[_Part, bytes]]:
+        """Cut a job's flags into those of each part; a job that ended early lacks its last flags."""
+        cut, at = [], 0
+        for part in self.parts:
+            count = len(part.positions)
+            cut.append((part, flags[at : at + count].ljust(count, b"\0")))
+            at += count
+        return cut
+
+    def refs(self) -> list[ObjectRef]:
+        """Names of all objects; a state is named by the page it ends."""
+        hashes = self.hashes
+        return [
+            ObjectRef(part.component, hashes[p - (part.component is Component.MAMBA)])
+            for part in self.parts
+            for p in part.positions
+        ]
+
+
+class Prefetcher:
+    """All prefetches of one cache. Owned by the cache's thread."""
+
+    def __init__(
+        self,
+        tree: TreeCore,
+        rules: TreeRules,
+        pools: PagePools,
+        executor: Executor,
+        jobs: Jobs,
+        config: CacheConfig,
+        clock: Clock,
+        stats: CacheStats,
+    ) -> None:
+        self._tree, self._rules, self._pools = tree, rules, pools
+        self._executor, self._jobs, self._clock, self._stats = executor, jobs, clock, stats
+        self._threshold = max(config.prefetch_threshold, rules.page_size)
+        self._share = config.prefetch_host_share
+        self._rule = PrefetchRule(
+            config.hicache_storage_prefetch_policy,
+            config.prefetch_timeout_base,
+            config.prefetch_timeout_per_ki_token,
+            config.prefetch_timeout_max,
+        )
+        self._by_rid: dict[str, _Prefetch] = {}
+        self._fetching: dict[JobId, _Prefetch] = {}  # whose slots are (partly) ours
+
+    # -- life of a request ---------------------------------------------------------------------
+
+    def start(self, request: Request) -> None:
+        """Look at a request that has just been queued; begin a prefetch if L3 may have enough."""
+        if not self._executor.has_storage or not self._pools.capacity(Tier.HOST, Component.FULL):
+            return
+        page, tokens = self._rules.page_size, request.tokens
+        found = self._tree.match(request.scope, tokens, len(tokens) - 1)
+        limit = (len(tokens) - 1) // page
+        if (limit - found.host) * page < self._threshold:
+            self._stats.prefetch["below_threshold"] += 1
+            return
+        known = self._tree.page_hashes(found, 0, found.full)
+        rest = memoryview(tokens).cast("B")[found.full * page * TOKEN_BYTES : limit * page * TOKEN_BYTES]
+        hashes = known + page_hashes(known[-1] if known else request.scope, rest, page)
+        parts = self._missing(found, self._tree.presence(found), limit)
+        job = self._jobs.open(JobKind.PROBE, lambda done: self._probed(done, prefetch))
+        prefetch = _Prefetch(request, job, found.host, limit, hashes, parts, self._clock.now())
+        self._by_rid[request.rid] = prefetch
+        self._executor.start_probe(job, prefetch.refs())
+
+    def ready(self, request: Request) -> bool:
+        """True if the prefetch policy lets the request be scheduled now. Publishes what is there."""
+        prefetch = self._by_rid.get(request.rid)
+        if prefetch is None or prefetch.phase is _Phase.ENDED:
+            return True
+        now = self._clock.now()
+        if prefetch.blocked_since is None:
+            prefetch.blocked_since = now
+        if prefetch.phase is _Phase.FETCHING:
+            arrived = sum(self._executor.arrived(prefetch.job))
+            if arrived > prefetch.arrived:
+                prefetch.arrived, prefetch.progress_at = arrived, now
+        verdict = self._rule.decide(
+            now=now,
+            blocked_since=prefetch.blocked_since,
+            progress_at=prefetch.progress_at,
+            tokens=(prefetch.limit - prefetch.known) * self._rules.page_size,
+        )
+        if verdict is PrefetchVerdict.WAIT:
+            return False
+        if prefetch.phase is _Phase.FETCHING:
+            self._publish(prefetch, self._executor.arrived(prefetch.job))
+        self._executor.cancel(prefetch.job)
+        self._end(prefetch, "cut_off" if verdict is PrefetchVerdict.STOP else "deadline")
+        return True
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which ready() may change its mind without any job ending."""
+        times = [
+            self._rule.expires(
+                blocked_since=p.blocked_since,
+                progress_at=p.progress_at,
+                tokens=(p.limit - p.known) * self._rules.page_size,
+            )
+            for p in self._by_rid.values()
+            if p.blocked_since is not None and p.phase is not _Phase.ENDED
+        ]
+        return min(times, default=None)
+
+    def ended(self, request: Request) -> int:
+        """Forget a request at admission or abort, letting go of what was published for it.
+
+        Returns the boundary (pages) it had without storage, -1 if there was no prefetch. A read still
+        in flight is cancelled and keeps its pages until it really ends.
+        """
+        prefetch = self._by_rid.pop(request.rid, None)
+        if prefetch is None:
+            return -1
+        if prefetch.phase is not _Phase.ENDED:
+            self._executor.cancel(prefetch.job)
+            self._end(prefetch, "aborted")
+        if prefetch.lease is not None:
+            self._tree.release(prefetch.lease)
+            prefetch.lease = None
+        return prefetch.known
+
+    def release_leases(self) -> int:
+        """Let go of everything published for queued requests; returns how many leases that were."""
+        held = [p for p in self._by_rid.values() if p.lease is not None]
+        for prefetch in held:
+            assert prefetch.lease is not None
+            self._tree.release(prefetch.lease)
+            prefetch.lease = None
+        return len(held)
+
+    # -- continuations -------------------------------------------------------------------------
+
+    def _probed(self, done: Done, prefetch: _Prefetch) -> None:
+        if prefetch.phase is _Phase.ENDED:
+            return
+        if done.failed:
+            self._end(prefetch, "store_failed")
+            return
+        request = prefetch.request
+        found = self._tree.match(request.scope, request.tokens, prefetch.limit * self._rules.page_size)
+        there: dict[Component, set[int]] = {}
+        for part, flags in prefetch.split(done.flags):
+            there[part.component] = set(compress(part.positions, flags))
+            # A probe is truth: what it did not find is not stored, whatever the tree believed (law 7).
+            end = found.full + (part.component is Component.MAMBA)
+            gone = [p for p, flag in zip(part.positions, flags, strict=True) if not flag and p < end]
+            if gone:
+                self._tree.forget_stored(found, part.component, gone)
+        reason = self._plan(prefetch, found, there)
+        if reason:
+            self._end(prefetch, reason)
+            return
+        prefetch.phase = _Phase.FETCHING
+        prefetch.job = self._jobs.open(JobKind.FETCH, lambda done: self._fetched(done, prefetch))
+        self._fetching[prefetch.job] = prefetch
+        slots = [s for part in prefetch.parts for s in part.slots]
+        self._executor.start_fetch(prefetch.job, prefetch.refs(), slots)
+
+    def _fetched(self, done: Done, prefetch: _Prefetch) -> None:
+        del self._fetching[done.job]
+        if prefetch.phase is _Phase.FETCHING:
+            whole = sum(done.flags) == sum(len(part.positions) for part in prefetch.parts)
+            self._publish(prefetch, done.flags)
+            self._end(prefetch, "complete" if whole else "store_failed" if done.failed else "incomplete")
+        for part in prefetch.parts:
+            left = array("i", (s for s in part.slots if s != NO_SLOT))
+            self._pools.free(Tier.HOST, part.component, left)
+
+    # -- decisions -----------------------------------------------------------------------------
+
+    def _missing(self, found: Match, presence: PathPresence, limit: int) -> list[_Part]:
+        """Everything that could deepen the hit and is not on device or host."""
+        parts = [_Part(Component.FULL, range(found.full, limit))]
+        if presence.swa is not None:
+            live = presence.swa
+            first = max(0, found.host + 1 - self._rules.window_pages)
+            holes = [i for i in range(first, len(live)) if not live[i]]
+            parts.append(_Part(Component.SWA, holes + list(range(max(first, len(live)), limit))))
+        if presence.checkpoints is not None:
+            have = set(presence.checkpoints)
+            parts.append(
+                _Part(Component.MAMBA, [b for b in range(found.host + 1, limit + 1) if b not in have])
+            )
+        return parts
+
+    def _plan(self, prefetch: _Prefetch, found: Match, there: dict[Component, set[int]]) -> str:
+        """Choose the boundary and reserve host pages; returns why not, or '' when there is work."""
+        presence, page = self._tree.presence(found), self._rules.page_size
+        run, stored = found.full, there[Component.FULL]
+        while run in stored:
+            run += 1
+        if run > found.full:
+            room = int(self._pools.capacity(Tier.HOST, Component.FULL) * self._share) - self._reserved()
+            room = min(room, self._pools.available(Tier.HOST, Component.FULL))
+            if room <= 0:
+                return "host_capacity"
+            run = min(run, found.full + room)
+        target = self._deepest(run, presence, there)
+        if (target - found.host) * page < self._threshold:
+            return "not_stored" if target <= found.host else "below_threshold"
+        parts = [_Part(Component.FULL, range(found.full, target))]
+        window_start = max(0, target - self._rules.window_pages)
+        if presence.swa is not None:
+            live = presence.swa
+            holes = [i for i in range(window_start, target) if i >= len(live) or not live[i]]
+            parts.append(_Part(Component.SWA, holes))
+        states: list[int] = []
+        if presence.checkpoints is not None:
+            states = [target] if target in presence.checkpoints else []
+            parts.append(_Part(Component.MAMBA, [] if states else [target]))
+        # What the fetched pages will hang on must survive the evictions of this allocation.
+        anchor = self._tree.lock(
+            found, found.full, Tier.HOST, swa_start=min(window_start, found.full), states=states
+        )
+        taken = self._pools.allocate(Tier.HOST, {p.component: len(p.positions) for p in parts})
+        self._tree.release(anchor)
+        if taken is None:
+            return "host_capacity"
+        for part in parts:
+            part.slots = taken[part.component]
+        prefetch.parts, prefetch.known = parts, found.host
+        return ""
+
+    def _deepest(self, run: int, presence: PathPresence, there: dict[Component, set[int]]) -> int:
+        """The deepest boundary <= run over what the tree has and what is `there` besides."""
+        swa, checkpoints = presence.swa, presence.checkpoints
+        if swa is not None:
+            swa = swa[:run].ljust(run, b"\0")
+            for i in there.get(Component.SWA, ()):
+                if i < run:
+                    swa[i] = 1
+        if checkpoints is not None:
+            checkpoints = sorted(there.get(Component.MAMBA, set()).union(checkpoints))
+        return boundary.deepest(run, window_pages=self._rules.window_pages, swa=swa, checkpoints=checkpoints)
+
+    def _publish(self, prefetch: _Prefetch, flags: bytes) -> None:
+        """Put what arrived into the tree, up to the deepest boundary that it makes acceptable."""
+        request, page = prefetch.request, self._rules.page_size
+        found = self._tree.match(request.scope, request.tokens, prefetch.limit * page)
+        arrived = {
+            part.component: {p: i for i, p in enumerate(part.positions) if got[i]}
+            for part, got in prefetch.split(flags)
+        }
+        run = found.full
+        while run in arrived[Component.FULL]:
+            run += 1
+        there = {component: set(positions) for component, positions in arrived.items()}
+        reach = self._deepest(run, self._tree.presence(found), there)
+        if reach <= found.host:
+            return
+        offered: dict[Component, dict[int, int]] = {}  # position to slot
+        for part in prefetch.parts:
+            end = reach + (part.component is Component.MAMBA)
+            for position, i in arrived[part.component].items():
+                if position < end:
+                    offered.setdefault(part.component, {})[position] = part.slots[i]
+                    part.slots[i] = NO_SLOT
+        paged = [offered.get(c, {}) for c in (Component.FULL, Component.SWA)]
+        start = min((p for pages in paged for p in pages), default=reach)
+        full, swa = (array("i", (pages.get(p, NO_SLOT) for p in range(start, reach))) for pages in paged)
+        unused = self._tree.insert_host(
+            request.scope,
+            request.tokens,
+            start,
+            reach,
+            full=full,
+            swa=swa if Component.SWA in self._rules.kinds else None,
+            states=sorted(offered.get(Component.MAMBA, {}).items()),
+            now=self._clock.now(),
+        )
+        for component, pages in offered.items():
+            refused = unused.get(component, array("i"))
+            self._pools.free(Tier.HOST, component, refused)
+            self._stats.fetched_pages[component.name.lower()] += len(pages) - len(refused)
+        after = self._tree.match(request.scope, request.tokens, prefetch.limit * page)
+        prefetch.lease = self._tree.lock(after, after.host, Tier.HOST)
+
+    def _end(self, prefetch: _Prefetch, reason: str) -> None:
+        prefetch.phase = _Phase.ENDED
+        self._stats.prefetch[reason] += 1
+
+    # -- accounting ----------------------------------------------------------------------------
+
+    def _reserved(self) -> int:
+        """FULL host pages that queued requests hold: reads in flight, and what was published for them."""
+        reading = sum(len(p.parts[0].slots) for p in self._fetching.values() if p.lease is None)
+        return reading + sum(p.lease.depth - p.known for p in self._by_rid.values() if p.lease is not None)
+
+    def held(self) -> dict[Component, Slots]:
+        """Host slots of reads in flight that are not in the tree, for the accounting check."""
+        held: dict[Component, Slots] = {}
+        for prefetch in self._fetching.values():
+            for part in prefetch.parts:
+                mine = array("i", (s for s in part.slots if s != NO_SLOT))
+                held.setdefault(part.component, array("i")).extend(mine)
+        return held

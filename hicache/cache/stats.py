@@ -1,0 +1,26 @@
+"""What the cache counts. Plain numbers; hicache.metrics and the servers publish them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Totals since the cache was built. Tokens unless named otherwise."""
+
+    prompt_tokens: int = 0
+    device_tokens: int = 0
+    host_tokens: int = 0
+    storage_tokens: int = 0
+    evicted_pages: Counter[str] = field(default_factory=Counter)  # by "tier.component"
+    demoted_pages: int = 0
+    lost_pages: int = 0  # evicted from L1 or L2 without a copy below
+    written_pages: Counter[str] = field(default_factory=Counter)  # device to host, by component
+    stored_pages: Counter[str] = field(default_factory=Counter)  # host to storage, by component
+    loaded_pages: Counter[str] = field(default_factory=Counter)  # host to device, by component
+    fetched_pages: Counter[str] = field(default_factory=Counter)  # storage to host, by component
+    store_failed_pages: int = 0
+    prefetch: Counter[str] = field(default_factory=Counter)  # ended prefetches by reason
+    retracted: int = 0

@@ -1,0 +1,211 @@
+"""Writing down: device to host, host to storage, by policy; a write that fails leaves nothing visible.
+
+Decides what to write and when; the executor moves it and the tree records it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from hicache.cache.jobs import Jobs
+from hicache.cache.pools import PagePools
+from hicache.cache.stats import CacheStats
+from hicache.config.cache import CacheConfig
+from hicache.policy.writing import hits_to_write
+from hicache.transfer.base import Done, Executor, JobKind, Move, ObjectRef
+from hicache.tree.base import Lease, TreeCore, WritePlan
+from hicache.types import NO_SLOT, Component, Slots, Tier
+
+
+@dataclass(slots=True)
+class _HostWrite:
+    """Pages on their way to the host. `targets` are held by the job until the tree adopts them."""
+
+    lease: Lease
+    plan: WritePlan
+    targets: dict[Component, Slots]
+
+
+@dataclass(slots=True)
+class _StoreWrite:
+    lease: Lease
+    plan: WritePlan
+    order: list[Component]  # components in the order their entries were handed to the executor
+    attempt: int
+
+
+class WriteDown:
+    """The write policies of both hops. Owned by the cache's thread."""
+
+    def __init__(
+        self,
+        tree: TreeCore,
+        pools: PagePools,
+        executor: Executor,
+        jobs: Jobs,
+        config: CacheConfig,
+        stats: CacheStats,
+    ) -> None:
+        self._tree, self._pools, self._executor, self._jobs = tree, pools, executor, jobs
+        self._config, self._stats = config, stats
+        self._hits = hits_to_write(config.hicache_write_policy)
+        self._storing = 0  # FULL pages of stores in flight
+        self._writes: dict[int, _HostWrite] = {}
+        host = pools.capacity(Tier.HOST, Component.FULL)
+        self._has_host = host > 0
+        self._store_limit = max(1, int(host * config.store_host_share))
+        self._reserve = {
+            tier: max(1, int(pools.capacity(tier, Component.FULL) * config.clean_reserve_share))
+            for tier in (Tier.DEVICE, Tier.HOST)
+        }
+
+    # -- triggers ------------------------------------------------------------------------------
+
+    def committed(self, lease: Lease) -> None:
+        """Pages of a request reached the tree: write what the policy wants below them."""
+        if self._has_host and self._hits is not None:
+            self._write_to_host(lease, self._hits)
+
+    def published(self, lease: Lease) -> None:
+        """Pages arrived on the host for this HOST lease's path: store what storage lacks of them."""
+        if self._hits is not None:
+            self._store(lease, self._hits, attempt=1)
+
+    def keep_reserve(self) -> None:
+        """write_back: write the next victims of each tier before they must go."""
+        if self._hits is not None or not self._has_host:
+            return
+        for lease in self._tree.coldest_unwritten(Tier.DEVICE, self._reserve[Tier.DEVICE]):
+            self._write_to_host(lease, 0)
+            self._tree.release(lease)
+        if self._executor.has_storage and self._storing < self._store_limit:
+            for lease in self._tree.coldest_unwritten(Tier.HOST, self._reserve[Tier.HOST]):
+                self._store(lease, 0, attempt=1)
+                self._tree.release(lease)
+
+    def flush(self) -> int:
+        """Start writing every page that a tier below lacks; returns how many pages were started.
+
+        The caller repeats it, letting jobs end, until it returns 0 or its time is up.
+        """
+        if not self._has_host:
+            return 0
+        before = len(self._jobs)
+        everything = 1 << 30
+        for lease in self._tree.coldest_unwritten(Tier.DEVICE, everything):
+            self._write_to_host(lease, 0)
+            self._tree.release(lease)
+        if self._executor.has_storage:
+            for lease in self._tree.coldest_unwritten(Tier.HOST, everything):
+                self._store(lease, 0, attempt=1)
+                self._tree.release(lease)
+        return len(self._jobs) - before
+
+    # -- device to host ------------------------------------------------------------------------
+
+    def _write_to_host(self, lease: Lease, min_hits: int) -> None:
+        plan = self._tree.plan_write(lease, Tier.HOST, min_hits=min_hits)
+        if not plan.count:
+            return
+        write_lease = self._tree.begin_write(lease, plan)
+        targets = self._host_slots(plan)
+        if targets is None:
+            self._tree.end_write(write_lease, plan, {c: _nothing(len(p)) for c, p in plan.pages.items()})
+            return
+        moves, outcome = [], {}
+        for component, sources in plan.slots.items():
+            given = targets.get(component, array("i"))
+            outcome[component] = given + _nothing(len(sources) - len(given))
+            if given:
+                moves.append(Move(component, sources[: len(given)], given))
+        job = self._jobs.open(JobKind.WRITE, self._host_written)
+        self._writes[job] = _HostWrite(write_lease, plan, outcome)
+        self._executor.start_write(job, moves)
+
+    def _host_slots(self, plan: WritePlan) -> dict[Component, Slots] | None:
+        """Host pages for a plan: as much of FULL as fits, root first; SWA and states only in whole."""
+        full = len(plan.pages.get(Component.FULL, ()))
+        if full:
+            full = min(full, self._pools.available(Tier.HOST, Component.FULL))
+            if not full:
+                return None
+        taken = self._pools.allocate(Tier.HOST, {Component.FULL: full} if full else {})
+        if taken is None:
+            return None
+        for component, positions in plan.pages.items():
+            if component is not Component.FULL and full == len(plan.pages.get(Component.FULL, ())):
+                taken.update(self._pools.allocate(Tier.HOST, {component: len(positions)}) or {})
+        return taken
+
+    def _host_written(self, done: Done) -> None:
+        write = self._writes.pop(done.job)
+        if done.failed:
+            for component, slots in write.targets.items():
+                self._pools.free(Tier.HOST, component, _present(slots))
+            write.targets = {c: _nothing(len(s)) for c, s in write.targets.items()}
+        # The host lease is taken before end_write lets go of the path.
+        host_lease = self._tree.lock(write.lease, write.lease.depth, Tier.HOST)
+        for component, slots in write.targets.items():
+            self._stats.written_pages[component.name.lower()] += len(_present(slots))
+        unused = self._tree.end_write(write.lease, write.plan, write.targets)
+        for component, slots in unused.items():
+            self._pools.free(Tier.HOST, component, slots)
+        self.published(host_lease)
+        self._tree.release(host_lease)
+
+    # -- host to storage -----------------------------------------------------------------------
+
+    def _store(self, lease: Lease, min_hits: int, *, attempt: int) -> None:
+        if not self._executor.has_storage:
+            return
+        plan = self._tree.plan_write(lease, Tier.STORAGE, min_hits=min_hits)
+        if not plan.count:
+            return
+        full = len(plan.pages.get(Component.FULL, ()))
+        if self._storing and self._storing + full > self._store_limit:
+            return  # the next commit on this path plans these pages again
+        store_lease = self._tree.begin_write(lease, plan)
+        order = sorted(plan.pages)  # FULL ancestors first (law 7)
+        refs = [ObjectRef(c, h) for c in order for h in plan.hashes[c]]
+        slots = [s for c in order for s in plan.slots[c]]
+        store = _StoreWrite(store_lease, plan, order, attempt)
+        self._storing += full
+        job = self._jobs.open(JobKind.STORE, lambda done: self._stored(done, store))
+        self._executor.start_store(job, refs, slots)
+
+    def _stored(self, done: Done, store: _StoreWrite) -> None:
+        self._storing -= len(store.plan.pages.get(Component.FULL, ()))
+        outcome: dict[Component, Slots] = {}
+        at = 0
+        for component in store.order:
+            count = len(store.plan.pages[component])
+            flags = done.flags[at : at + count].ljust(count, b"\0")
+            outcome[component] = array("i", (0 if flag else NO_SLOT for flag in flags))
+            self._stats.stored_pages[component.name.lower()] += sum(flags)
+            at += count
+        missing = store.plan.count - sum(done.flags)
+        retry = missing and store.attempt < self._config.store_attempts
+        again = self._tree.lock(store.lease, store.lease.depth, Tier.HOST) if retry else None
+        self._tree.end_write(store.lease, store.plan, outcome)
+        if again is not None:
+            self._store(again, 0, attempt=store.attempt + 1)
+            self._tree.release(again)
+        elif missing:
+            self._stats.store_failed_pages += missing
+
+    def held(self) -> dict[Component, Slots]:
+        """Host slots that writes in flight hold, for the accounting check."""
+        held: dict[Component, Slots] = {}
+        for write in self._writes.values():
+            for component, slots in write.targets.items():
+                held.setdefault(component, array("i")).extend(_present(slots))
+        return held
+
+
+def _nothing(count: int) -> Slots:
+    return array("i", [NO_SLOT]) * count
+
+
+def _present(slots: Slots) -> Slots:
+    return array("i", (s for s in slots if s != NO_SLOT))

@@ -1,0 +1,63 @@
+"""The cache's own settings, as frozen values with SGLang's names and defaults."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import msgspec
+
+from hicache.errors import ConfigError
+from hicache.types import PrefetchPolicy, WritePolicy
+
+
+class StateCheckpoints(str, enum.Enum):
+    """Where a prefill leaves MAMBA checkpoints behind."""
+
+    INTERVAL = "interval"  # ends and branching points, and every mamba_track_interval tokens
+    ENDS = "ends"  # chunk ends, the prompt's last reusable boundary and branching points only
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything HiCache decides by. Times in seconds, sizes in tokens unless named otherwise."""
+
+    hicache_write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    hicache_storage_prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    prefetch_threshold: int = 256
+    prefetch_timeout_base: float = 1.0
+    prefetch_timeout_per_ki_token: float = 0.25
+    prefetch_timeout_max: float = 30.0
+    radix_eviction_policy: str = "lru"
+    radix_eviction_policy_config: Mapping[str, float] = {}
+    chunked_prefill_size: int = 2048
+    mamba_track_interval: int = 256
+    mamba_prefill_checkpoints: StateCheckpoints = StateCheckpoints.INTERVAL
+    # Shares of a tier's FULL pages: what queued prefetches may hold of L2 (law 11: under half), what
+    # stores in flight may hold of L2, and the reserve of next victims that write_back keeps clean.
+    prefetch_host_share: float = 0.5
+    store_host_share: float = 0.25
+    clean_reserve_share: float = 0.125
+    store_attempts: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_threshold", "chunked_prefill_size", "mamba_track_interval", "store_attempts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token", "prefetch_timeout_max"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds, 0 or more")
+        for name in ("prefetch_host_share", "store_host_share", "clean_reserve_share"):
+            if not 0 < getattr(self, name) <= 0.5:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most 0.5")
+
+    def check_page_size(self, page_size: int) -> None:
+        """Refuse a page size that the chunk and the track interval are not multiples of."""
+        for flag, value in (
+            ("--chunked-prefill-size", self.chunked_prefill_size),
+            ("--mamba-track-interval", self.mamba_track_interval),
+        ):
+            if value % page_size:
+                raise ConfigError(
+                    f"--page-size {page_size} does not divide {flag} {value}; "
+                    f"use a multiple such as {max(1, round(value / page_size)) * page_size}"
+                )

@@ -1,0 +1,241 @@
+"""Continuous batching over HiCache: which request runs, what it computes next, when it ends.
+
+Shared by the reference engine and by virtual time: only the runner (who computes), the executor (who
+moves bytes) and the clock differ. Single-threaded.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from hicache.cache import HiCache
+from hicache.errors import HiCacheError
+from hicache.request import Request
+
+
+class Runner(Protocol):
+    """Computes. Called from the scheduler's thread; page tables and captures are in the request."""
+
+    def prefill(self, request: Request, start: int, end: int) -> int | None:
+        """Compute tokens [start, end): KV into the request's pages, MAMBA into its working state.
+
+        Waits for `request.load` layer by layer, honours `request.captures`, and returns the greedily
+        sampled next token if `end` is the end of the tokens, else None.
+        """
+
+    def decode(self, request: Request) -> int:
+        """Compute the last token's position and return the next token."""
+
+
+class Settle(enum.Enum):
+    """When transfers take effect."""
+
+    ASYNC = "async"  # as they end
+    EVERY_STEP = "every_step"  # each step waits for all of them: deterministic
+
+
+class FinalToken(enum.Enum):
+    """Whether the last sampled token's KV is computed, and so cached, although nothing follows it."""
+
+    SKIP = "skip"
+    COMPUTE = "compute"
+
+
+class RequestRefused(HiCacheError, ValueError):
+    """A request that can never run; the message says why."""
+
+
+class Scheduler:
+    """First come, first served; a request whose prefetch must be waited for lets others pass."""
+
+    def __init__(
+        self,
+        cache: HiCache,
+        runner: Runner,
+        *,
+        max_running_requests: int = 16,
+        context_length: int | None = None,
+        settle: Settle = Settle.ASYNC,
+        final_token: FinalToken = FinalToken.SKIP,
+        on_token: Callable[[Request, int], None] | None = None,
+        on_finish: Callable[[Request], None] | None = None,
+    ) -> None:
+        self.cache, self._runner = cache, runner
+        self._max_running = max_running_requests
+        self._limit = min(cache.max_request_tokens, context_length or cache.max_request_tokens)
+        self._settle, self._final = settle, final_token
+        self._on_token, self._on_finish = on_token, on_finish
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._rids: set[str] = set()
+        self._crowded = False  # after a retraction: nobody is admitted before somebody has computed
+
+    # -- queue ---------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestRefused if it can never run; then nothing has changed."""
+        total = len(request.tokens) + request.max_new_tokens
+        if not request.tokens:
+            raise RequestRefused("the prompt is empty; send at least one token")
+        if request.max_new_tokens < 1:
+            raise RequestRefused(f"max_new_tokens={request.max_new_tokens} must be at least 1")
+        if total > self._limit:
+            raise RequestRefused(
+                f"{len(request.tokens)} prompt tokens + {request.max_new_tokens} new tokens = {total} exceed "
+                f"the limit of {self._limit} tokens (the context length, or what L1 can hold)"
+            )
+        if request.rid in self._rids:
+            raise RequestRefused(f"request id {request.rid!r} is in use")
+        self._rids.add(request.rid)
+        self._waiting.append(request)
+        self.cache.enqueue(request)
+
+    def abort(self, rid: str) -> bool:
+        """End a request at any time; returns whether it was there."""
+        for request in self._waiting:
+            if request.rid == rid:
+                self._waiting.remove(request)
+                self.cache.withdraw(request)
+                self._rids.discard(rid)
+                return True
+        for request in self._running:
+            if request.rid == rid:
+                self._running.remove(request)
+                self.cache.abort(request)
+                self._rids.discard(rid)
+                return True
+        return False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running
+
+    def flush(self) -> bool:
+        """Drop L1 and L2. Refused (False) while requests are queued or running, as SGLang does."""
+        if not self.idle:
+            return False
+        self.cache.settle()
+        return self.cache.flush()
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Admit what may run, compute one chunk of prefill, then one token of each decode.
+
+        Returns False if nothing could be done: wait for a transfer, a deadline or a submission.
+        """
+        if self._settle is Settle.EVERY_STEP:
+            self.cache.settle()
+        progress = self.cache.tick()
+        if not self._crowded:
+            progress |= self._admit()
+        computed = self._prefill()
+        computed |= self._decode()
+        self._crowded &= not computed
+        if not computed and self._running and not self.cache.in_flight:
+            self._retract_youngest()
+            return True
+        return progress or computed
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until a transfer ends or a prefetch deadline passes, at most `timeout_s`."""
+        deadline = self.cache.next_deadline()
+        if deadline is not None:
+            timeout_s = min(timeout_s, max(0.0, deadline - self.cache.clock.now()))
+        return self.cache.executor.wait(timeout_s)
+
+    def run_until_idle(self, stall_s: float = 60.0) -> None:
+        """Step until no request is left. Raises TimeoutError after `stall_s` without any progress."""
+        stalled_since = self.cache.clock.now()
+        while not self.idle:
+            if self.step():
+                stalled_since = self.cache.clock.now()
+            elif not self.wait(1.0) and self.cache.clock.now() - stalled_since > stall_s:
+                raise TimeoutError(f"{len(self._waiting)} queued, {len(self._running)} running, no progress")
+
+    def _admit(self) -> bool:
+        admitted = False
+        for request in list(self._waiting):
+            if len(self._running) >= self._max_running:
+                break
+            if not self.cache.ready(request):
+                continue
+            if not self.cache.admit(request):
+                break  # no overtaking for memory: the oldest would starve
+            self._waiting.remove(request)
+            self._running.append(request)
+            admitted = True
+        return admitted
+
+    def _prefill(self) -> bool:
+        budget, computed = self.cache.config.chunked_prefill_size, False
+        for request in list(self._running):
+            left = len(request.tokens) - request.computed
+            if budget <= 0:
+                break
+            if left == 0 or (left == 1 and len(request.tokens) > request.prompt_length):
+                continue  # decoding
+            start = request.computed
+            end = start + min(budget, left)
+            if not self.cache.extend(request, end):
+                continue
+            budget -= end - start
+            token = self._runner.prefill(request, start, end)
+            self.cache.computed(request, end)
+            computed = True
+            if token is not None:
+                self._sampled(request, token)
+        return computed
+
+    def _decode(self) -> bool:
+        computed = False
+        for request in list(self._running):
+            end = len(request.tokens)
+            if request.computed != end - 1 or end == request.prompt_length:
+                continue
+            if not self.cache.extend(request, end):
+                continue
+            token = self._runner.decode(request)
+            self.cache.computed(request, end)
+            computed = True
+            self._sampled(request, token)
+        return computed
+
+    def _sampled(self, request: Request, token: int) -> None:
+        request.tokens.append(token)
+        if request.first_token_at is None:
+            request.first_token_at = self.cache.clock.now()
+        if self._on_token:
+            self._on_token(request, token)
+        if request.finished:
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        end = len(request.tokens)
+        if self._final is FinalToken.COMPUTE and self.cache.extend(request, end):
+            self._runner.prefill(request, end - 1, end)
+            self.cache.computed(request, end)
+        self._running.remove(request)
+        self._rids.discard(request.rid)
+        self.cache.finish(request)
+        request.finished_at = self.cache.clock.now()
+        if self._on_finish:
+            self._on_finish(request)
+
+    def _retract_youngest(self) -> None:
+        """Nobody can go on: take the youngest request's pages so that the oldest can (law 11)."""
+        request = self._running.pop()
+        self.cache.retract(request)
+        self._waiting.appendleft(request)
+        self._crowded = bool(self._running)
