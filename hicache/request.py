@@ -37,7 +37,7 @@ class Request:
     scope: bytes = b""
     priority: int = 0
     session_id: str | None = None
-    stop_token: int | None = None
+    stop_tokens: frozenset[int] = frozenset()
 
     full: Slots = field(default_factory=lambda: array("i"))
     swa: Slots = field(default_factory=lambda: array("i"))
@@ -65,4 +65,4 @@ class Request:
         produced = len(self.tokens) - self.prompt_length
         if produced >= self.max_new_tokens:
             return True
-        return produced > 0 and self.stop_token is not None and self.tokens[-1] == self.stop_token
+        return produced > 0 and self.tokens[-1] in self.stop_tokens
