@@ -15,7 +15,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 MISS = -1  # in read(): the object is not there, or is not readable right now
 
@@ -138,6 +138,7 @@ def check_sizes(keys: Sequence[str], sizes: Sequence[int]) -> None:
         raise ValueError(f"an object has at least one byte, not {min(sizes)}")
 
 
+@runtime_checkable
 class RegistersMemory(Protocol):
     """Implemented by backends that move bytes fastest from memory they know (RDMA registration)."""
 

@@ -33,6 +33,8 @@ class ObjectRef(NamedTuple):
 
 
 class JobKind(enum.Enum):
+    """What a job moves, and from where to where."""
+
     WRITE = "write"  # device to host
     PROBE = "probe"  # which objects are in storage
     FETCH = "fetch"  # storage to host
@@ -59,7 +61,7 @@ class LoadTicket(Protocol):
     """A load in progress. wait_layer is called from the compute thread, in ascending layer order."""
 
     def wait_layer(self, layer: int) -> None:
-        """Make the caller's stream (on CPU: the caller) wait until every pool of model layer `layer` is there."""
+        """Make the caller's stream (on CPU: the caller) wait until every pool of a model layer is there."""
 
     def done(self) -> bool:
         """True once every layer has arrived."""

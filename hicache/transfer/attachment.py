@@ -1,0 +1,141 @@
+"""A storage backend while it is attached: its lanes, the jobs on them, and its return after failures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from hicache.clock import Clock
+from hicache.errors import InvariantViolation
+from hicache.transfer.base import Done, JobId, JobKind
+from hicache.transfer.counters import Counters
+from hicache.transfer.storage_io import StorageJob, StorageLink
+from hicache.transfer.worker import InlineLane, Lane, Worker
+
+logger = logging.getLogger(__name__)
+
+_TRIAL_POLL_S = 0.25  # how often an idle reader looks whether a trial is due while the breaker is open
+
+
+class Attachment:
+    """Runs PROBE and FETCH jobs on reader threads and STORE jobs on one writer thread.
+
+    submit, cancel, arrived, forget and close are called from the cache's thread. A job ends exactly
+    once: by the thread that claimed it, or by cancel/close before anyone did. `_lock` guards the
+    claims and is held for nothing else.
+    """
+
+    def __init__(
+        self,
+        link: StorageLink,
+        *,
+        readers: int,
+        clock: Clock,
+        counters: Counters,
+        end: Callable[[Done], None],
+        crash: Callable[[InvariantViolation], None],
+    ) -> None:
+        self._link = link
+        self._clock = clock
+        self._counters = counters
+        self._end = end
+        self._crash = crash
+        self._lock = threading.Lock()
+        self._jobs: dict[JobId, StorageJob] = {}  # until their Done is polled
+        self._inline = readers == 0
+        if self._inline:
+            self._read: Lane = InlineLane()
+            self._write: Lane = InlineLane()
+            return
+        self._read = Worker("read", threads=readers, idle=self._next_trial, on_idle=link.try_recover)
+        self._write = Worker("store")
+        link.on_breaker_open = lambda: self._read.submit(_wake)
+
+    @property
+    def usable(self) -> bool:
+        return self._link.usable
+
+    @property
+    def quarantined_bytes(self) -> int:
+        return self._link.quarantined_bytes
+
+    def submit(self, job: StorageJob) -> None:
+        self._jobs[job.job] = job
+        if not self._link.usable:
+            self._finish(job, failed=True)
+            return
+        lane = self._write if job.kind is JobKind.STORE else self._read
+        lane.submit(lambda: self._perform(job))
+
+    def arrived(self, job: JobId) -> bytes | None:
+        found = self._jobs.get(job)
+        return None if found is None else bytes(found.flags)
+
+    def cancel(self, job: JobId) -> None:
+        """End a FETCH or PROBE behind the call it is in, or at once if it has not begun."""
+        found = self._jobs.get(job)
+        if found is None or found.kind is JobKind.STORE:
+            return
+        found.cancelled = True
+        if self._claim(found):
+            # A probe that never asked is no evidence that anything is absent.
+            self._finish(found, failed=found.kind is JobKind.PROBE)
+
+    def forget(self, job: JobId) -> None:
+        """The job's Done was polled."""
+        self._jobs.pop(job, None)
+
+    def recover_inline(self) -> None:
+        """Without threads, somebody must ask whether the backend is back."""
+        if self._inline:
+            self._link.try_recover()
+
+    def close(self, timeout_s: float) -> bool:
+        """End every job behind the call it is in; return False if a call is still running afterwards."""
+        self._link.close()
+        for job in list(self._jobs.values()):
+            if self._claim(job):
+                self._finish(job, failed=True)
+        stores_ended = self._write.stop(timeout_s / 2)
+        return self._read.stop(timeout_s / 2) and stores_ended
+
+    def _claim(self, job: StorageJob) -> bool:
+        with self._lock:
+            claimed, job.claimed = job.claimed, True
+            return not claimed
+
+    def _finish(self, job: StorageJob, *, failed: bool) -> None:
+        job.claimed = True
+        self._end(Done(job.job, job.kind, bytes(job.flags), failed=failed))
+
+    def _perform(self, job: StorageJob) -> None:
+        if not self._claim(job):
+            return
+        kind = job.kind.value
+        started = self._clock.now()
+        failed = True
+        try:
+            failed = self._run(job)
+        except InvariantViolation as error:
+            self._crash(error)
+        except Exception:
+            logger.exception("%s %d failed", kind, job.job)
+            self._counters.add(f"{kind}_failed")
+        self._counters.add_all({f"{kind}_ops": 1, f"{kind}_seconds": self._clock.now() - started})
+        self._finish(job, failed=failed)
+
+    def _run(self, job: StorageJob) -> bool:
+        if job.kind is JobKind.PROBE:
+            return self._link.probe(job)
+        if job.kind is JobKind.FETCH:
+            return self._link.fetch(job)
+        return self._link.store(job)
+
+    def _next_trial(self) -> float | None:
+        due_in = self._link.breaker.seconds_to_trial()
+        return None if due_in is None else min(due_in, _TRIAL_POLL_S)
+
+
+def _wake() -> None:
+    """Do nothing: a reader that wakes up asks anew how long it may sleep."""

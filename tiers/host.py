@@ -1,0 +1,148 @@
+"""L2: pages in host memory, pinned where a GPU copies from it, in one of three layouts."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache.errors import ConfigError, HiCacheError
+from hicache.spec import ModelSpec, PoolSpec
+from hicache.tiers.device import POISON, torch_dtype
+from hicache.tiers.layouts import HostLayout, PageGeometry, slot_index, word_dtype
+from hicache.types import Component
+
+Rows = npt.NDArray[np.generic]  # [num_rows, words]: a pool seen as rows of machine words
+
+
+class HostMemory(enum.Enum):
+    """What kind of memory host pools take."""
+
+    PLAIN = "plain"
+    PINNED = "pinned"  # page-locked and known to CUDA, so that copies run asynchronously at full speed
+
+    @classmethod
+    def for_device(cls, device: str | torch.device) -> HostMemory:
+        return cls.PINNED if torch.device(device).type == "cuda" else cls.PLAIN
+
+
+class HostPools:
+    """The memory of every component and sidecar on the host: one buffer per pool, touched at once.
+
+    Whatever the layout, read_page and write_page speak the canonical order (layer, row, row_shape).
+    Thread-safe as far as callers touch different slots; which slots those are is the cache's to say.
+    Copies run outside the interpreter lock.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        capacities: Mapping[Component, int],
+        layout: HostLayout = HostLayout.LAYER_FIRST,
+        memory: HostMemory = HostMemory.PLAIN,
+    ) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.memory = memory
+        self.capacities = {kind: capacities[kind] for kind in spec.kinds}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._geometry: dict[str, PageGeometry] = {}
+        self._rows: dict[str, Rows] = {}
+        for family in spec.components:
+            if self.capacities[family.component] < 1:
+                raise ConfigError(f"{family.component.name}: a host pool needs at least one page")
+            for pool in family.pools:
+                self._allocate(pool, self.capacities[family.component])
+
+    def _allocate(self, pool: PoolSpec, capacity: int) -> None:
+        geometry = PageGeometry(pool, capacity, self.layout)
+        # zero_() writes every page, so the first transfer does not pay for page faults.
+        tensor = torch.empty(geometry.shape, dtype=torch_dtype(pool)).zero_()
+        if self.memory is HostMemory.PINNED:
+            _page_lock(tensor, pool.name)
+        self._geometry[pool.name] = geometry
+        self._tensors[pool.name] = tensor
+        raw = tensor.view(torch.uint8).numpy().reshape(geometry.num_rows, geometry.row_bytes)
+        self._rows[pool.name] = raw.view(word_dtype(geometry.row_bytes))
+
+    def pool(self, name: str) -> torch.Tensor:
+        """Return a pool's tensor in its layout, not a copy."""
+        return self._tensors[name]
+
+    def geometry(self, name: str) -> PageGeometry:
+        return self._geometry[name]
+
+    def rows(self, name: str) -> Rows:
+        """Return a pool as [num_rows, words] over the same memory; `geometry` says which row is what."""
+        return self._rows[name]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(g.size_bytes for g in self._geometry.values())
+
+    def read_page(self, component: Component, slot: int, parts: Sequence[memoryview]) -> None:
+        """Copy a page of a family into `parts`, one writable buffer of page_bytes per pool."""
+        for rows, index, part in self._page_parts(component, slot, parts):
+            out = np.frombuffer(part, dtype=rows.dtype).reshape(len(index), rows.shape[1])
+            np.take(rows, index, axis=0, out=out, mode="clip")  # clip: 'raise' would copy twice
+
+    def write_page(self, component: Component, slot: int, parts: Sequence[memoryview]) -> None:
+        """Copy `parts`, one buffer of page_bytes per pool, into a page of a family."""
+        for rows, index, part in self._page_parts(component, slot, parts):
+            rows[index] = np.frombuffer(part, dtype=rows.dtype).reshape(len(index), rows.shape[1])
+
+    def read_pages(
+        self, component: Component, slots: Sequence[int], parts: Sequence[Sequence[memoryview]]
+    ) -> None:
+        """Copy several pages of one component; `parts[i]` belongs to `slots[i]`."""
+        for slot, buffers in zip(slots, parts, strict=True):
+            self.read_page(component, slot, buffers)
+
+    def write_pages(
+        self, component: Component, slots: Sequence[int], parts: Sequence[Sequence[memoryview]]
+    ) -> None:
+        """Copy into several pages of one component; `parts[i]` belongs to `slots[i]`."""
+        for slot, buffers in zip(slots, parts, strict=True):
+            self.write_page(component, slot, buffers)
+
+    def poison(self, component: Component, slots: Sequence[int]) -> None:
+        """Fill pages with POISON bytes, so that a reader of a released page is caught."""
+        slot_index(slots, self.capacities[component], f"host {component.name}")
+        for pool in self.spec[component].pools:
+            raw = self._rows[pool.name].view(np.uint8)
+            for slot in slots:
+                raw[self._geometry[pool.name].page_rows(slot)] = POISON
+
+    def close(self) -> None:
+        """Unlock pinned memory. Idempotent; no transfer may be running."""
+        if self.memory is HostMemory.PINNED:
+            self.memory = HostMemory.PLAIN
+            for tensor in self._tensors.values():
+                _cuda_runtime().cudaHostUnregister(tensor.data_ptr())
+
+    def _page_parts(
+        self, component: Component, slot: int, parts: Sequence[memoryview]
+    ) -> list[tuple[Rows, npt.NDArray[np.int64], memoryview]]:
+        slot_index((slot,), self.capacities[component], f"host {component.name}")
+        return [
+            (self._rows[pool.name], self._geometry[pool.name].page_rows(slot), part)
+            for pool, part in zip(self.spec[component].pools, parts, strict=True)
+        ]
+
+
+def _page_lock(tensor: torch.Tensor, name: str) -> None:
+    # Registering keeps the exact size; torch's pinned allocator rounds up to a power of two.
+    code = _cuda_runtime().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(code) != 0:
+        raise HiCacheError(
+            f"cannot page-lock {tensor.nbytes} bytes for host pool {name} (CUDA error {int(code)}); lower "
+            "--hicache-ratio or --hicache-size, or raise the locked-memory limit (ulimit -l)"
+        )
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
