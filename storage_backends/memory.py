@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -25,6 +24,7 @@ from hicache.storage_backends.base import (
     check_sizes,
 )
 from hicache.storage_backends.lru import Entry, LeasedLru
+from hicache.storage_backends.pending import PendingWrites
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,11 +76,6 @@ class _Object(Entry):
         self.data = data
 
 
-class _Pending(NamedTuple):
-    data: bytearray
-    ends_at: float
-
-
 class _Turn:
     """What one locked section leaves to be done after the lock: events to tell, memory to drop."""
 
@@ -117,15 +112,13 @@ class MemoryBackend(StorageBackend):
     ) -> None:
         """`observer` gets the events of each call, from the caller's thread; it must not raise."""
         self.capacity_bytes = capacity_bytes
-        self.reservation_ttl_s = reservation_ttl_s
         self._clock = clock or SystemClock()
         self._observer = observer
         self._lock = threading.Lock()
         self._objects: LeasedLru[_Object] = LeasedLru(
             lease_s=lease_s, max_leased_bytes=int(capacity_bytes * max_leased_fraction)
         )
-        self._pending: OrderedDict[str, _Pending] = OrderedDict()  # ordered by ends_at
-        self._pending_bytes = 0
+        self._pending = PendingWrites(ttl_s=reservation_ttl_s)
         self._sequence = 0
         self._closed = False
         self._counts = dict.fromkeys(
@@ -213,20 +206,16 @@ class MemoryBackend(StorageBackend):
             self._counts["no_space"] += 1
             return WriteOutcome.NO_SPACE
         try:
-            data = bytearray(size)
+            return self._pending.begin(key, size, turn.now)
         except MemoryError:
             self._counts["no_space"] += 1
             return WriteOutcome.NO_SPACE
-        pending = _Pending(data, turn.now + self.reservation_ttl_s)
-        self._pending[key] = pending
-        self._pending_bytes += size
-        return Reservation(key, memoryview(data), pending)
 
     def _make_room(self, size: int, turn: _Turn) -> bool:
         """Evict until `size` bytes are free; evicts nothing if they cannot be."""
         objects = self._objects
         objects.end_leases(turn.now)
-        room = self.capacity_bytes - self._pending_bytes
+        room = self.capacity_bytes - self._pending.reserved_bytes
         if size > room - objects.leased_bytes:
             return False
         while objects.used_bytes + size > room:
@@ -247,15 +236,13 @@ class MemoryBackend(StorageBackend):
             self._check_open()
             self._end_expired(turn)
             for i in range(len(reservations) - 1, -1, -1):
-                key = reservations[i].key
-                pending = self._take_pending(reservations[i])
-                if pending is None:
+                data = self._pending.take(reservations[i])
+                if data is None:
                     continue
-                size = len(pending.data)
-                self._objects.add(key, _Object(pending.data))
+                self._objects.add(reservations[i].key, _Object(data))
                 self._counts["stored"] += 1
-                self._counts["stored_bytes"] += size
-                self._tell(turn, Change.STORED, key, size)
+                self._counts["stored_bytes"] += len(data)
+                self._tell(turn, Change.STORED, reservations[i].key, len(data))
                 outcomes[i] = WriteOutcome.STORED
         self._finish(turn)
         return outcomes
@@ -264,25 +251,12 @@ class MemoryBackend(StorageBackend):
         with self._lock:
             self._check_open()
             for reservation in reservations:
-                self._take_pending(reservation)
-
-    def _take_pending(self, reservation: Reservation) -> _Pending | None:
-        pending = self._pending.get(reservation.key)
-        if pending is None or pending is not reservation.token:
-            return None
-        del self._pending[reservation.key]
-        self._pending_bytes -= len(pending.data)
-        return pending
+                self._pending.take(reservation)
 
     def _end_expired(self, turn: _Turn) -> None:
-        while self._pending:
-            key, pending = next(iter(self._pending.items()))
-            if pending.ends_at > turn.now:
-                return
-            del self._pending[key]
-            self._pending_bytes -= len(pending.data)
+        for key, size in self._pending.expire(turn.now):
             self._counts["expired_reservations"] += 1
-            self._tell(turn, Change.EXPIRED, key, len(pending.data))
+            self._tell(turn, Change.EXPIRED, key, size)
 
     # -- ranking and dropping --------------------------------------------------------------------
 
@@ -330,7 +304,7 @@ class MemoryBackend(StorageBackend):
                     **self._counts,
                     "leased_bytes": self._objects.leased_bytes,
                     "reservations": len(self._pending),
-                    "reserved_bytes": self._pending_bytes,
+                    "reserved_bytes": self._pending.reserved_bytes,
                 },
             )
         self._finish(turn)
@@ -339,10 +313,9 @@ class MemoryBackend(StorageBackend):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            dropped = self._objects, self._pending
+            dropped = self._objects
             self._objects = LeasedLru(lease_s=0.0, max_leased_bytes=0)
-            self._pending = OrderedDict()
-            self._pending_bytes = 0
+            self._pending.drop_all()
         del dropped
 
     def _check_open(self) -> None:
