@@ -1,0 +1,208 @@
+"""Writes in progress: reservations by number, who holds them, when they lapse, and uploads into them.
+
+reserved --claim--> uploading --finish--> visible
+    |                   |
+  abort, lapse       abandon, stall ----> gone without a trace
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hicache.clock import Clock
+from hicache.daemon.sessions import Session
+from hicache.daemon.store import SharedStore
+from hicache.storage_backends.base import Reservation, WriteOutcome
+
+logger = logging.getLogger(__name__)
+
+
+class BadUpload(Exception):
+    """The stream does not carry the bytes that were announced."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """One reservation of one session."""
+
+    session: Session
+    reservation: Reservation
+    size: int
+    lapses_at: float
+
+
+class Upload:
+    """The bytes of a batch on their way into its reservations. Owned by the thread of one Commit."""
+
+    def __init__(self, held: Sequence[Held | None], sizes: Sequence[int], stop: Callable[[], object]) -> None:
+        self.held = tuple(held)  # None where the reservation is gone: its bytes are skipped
+        self.stop = stop  # ends the stream from another thread
+        self.progress_at = 0.0
+        self._sizes = tuple(sizes)  # each at least 1
+        self._index = 0
+        self._offset = 0
+
+    def feed(self, data: memoryview) -> None:
+        """Copy the next bytes of the stream to where they belong. Raises BadUpload if there are too many."""
+        while len(data):
+            if self._index == len(self._sizes):
+                raise BadUpload(f"{len(data)} bytes behind the last object")
+            piece = data[: self._sizes[self._index] - self._offset]
+            target = self.held[self._index]
+            if target is not None:
+                target.reservation.buffer[self._offset : self._offset + len(piece)] = piece
+            self._offset += len(piece)
+            data = data[len(piece) :]
+            if self._offset == self._sizes[self._index]:
+                self._index += 1
+                self._offset = 0
+
+    def check_complete(self) -> None:
+        """Raise BadUpload unless every object has all its bytes."""
+        if self._index < len(self._sizes):
+            raise BadUpload(
+                f"the stream ends in object {self._index} of {len(self._sizes)}, "
+                f"at byte {self._offset} of {self._sizes[self._index]}"
+            )
+
+
+class Writes:
+    """All reservations and uploads. Guarded by its own lock, which is not held across store calls."""
+
+    def __init__(self, store: SharedStore, *, clock: Clock, reservation_seconds: float) -> None:
+        self._store = store
+        self._backend = store.backend
+        self._clock = clock
+        self._seconds = reservation_seconds
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._held: dict[int, Held] = {}
+        self._uploads: set[Upload] = set()
+        self.lapsed = 0  # reservations taken back, uploads stopped
+
+    def __len__(self) -> int:
+        return len(self._held) + sum(len(upload.held) for upload in tuple(self._uploads))
+
+    def reserved_bytes(self) -> int:
+        with self._lock:
+            held = [*self._held.values(), *(one for upload in self._uploads for one in upload.held if one)]
+        return sum(one.size for one in held)
+
+    def begin(
+        self, session: Session, keys: Sequence[str], sizes: Sequence[int]
+    ) -> list[tuple[int, WriteOutcome | None]]:
+        """Reserve room; return (number, None) where it was given, (0, outcome) where not."""
+        self.expire()
+        granted = [session.reserve(size) for size in sizes]
+        wanted = [index for index, ok in enumerate(granted) if ok]
+        answers: list[tuple[int, WriteOutcome | None]] = [(0, WriteOutcome.NO_SPACE)] * len(keys)
+        try:
+            results = self._backend.begin_write([keys[i] for i in wanted], [sizes[i] for i in wanted])
+        except BaseException:
+            session.unreserve(sum(sizes[i] for i in wanted))
+            raise
+        lapses_at = self._clock.now() + self._seconds
+        with self._lock:
+            for index, result in zip(wanted, results, strict=True):
+                if isinstance(result, WriteOutcome):
+                    session.unreserve(sizes[index])
+                    answers[index] = (0, result)
+                else:
+                    number = next(self._numbers)
+                    self._held[number] = Held(session, result, sizes[index], lapses_at)
+                    answers[index] = (number, None)
+        return answers
+
+    def claim(
+        self, session: Session, numbers: Sequence[int], sizes: Sequence[int], stop: Callable[[], object]
+    ) -> Upload:
+        """Take reservations out of the table into an upload, which must be finished or abandoned.
+
+        `stop` is called from another thread if the upload makes no progress for the reservation time.
+        Raises BadUpload, with nothing taken, if a size is not what was reserved or a number is repeated.
+        """
+        if len(set(numbers)) < len(numbers):
+            raise BadUpload("a reservation is named twice")
+        with self._lock:
+            found = [self._held.get(number) for number in numbers]
+            found = [one if one is not None and one.session is session else None for one in found]
+            for number, one, size in zip(numbers, found, sizes, strict=True):
+                if one is not None and one.size != size:
+                    raise BadUpload(f"reservation {number} is of {one.size} bytes, not {size}")
+            for number, one in zip(numbers, found, strict=True):
+                if one is not None:
+                    del self._held[number]
+            upload = Upload(found, sizes, stop)
+            upload.progress_at = self._clock.now()
+            self._uploads.add(upload)
+        return upload
+
+    def note_progress(self, upload: Upload) -> None:
+        upload.progress_at = self._clock.now()
+
+    def finish(self, upload: Upload) -> list[WriteOutcome]:
+        """Make a complete upload visible; return an outcome per object. The upload ends, whatever happens."""
+        live = [one for one in upload.held if one is not None]
+        try:
+            upload.check_complete()
+            outcomes = iter(self._store.commit([one.reservation for one in live]))
+            live = []
+        finally:
+            self._end(upload)
+            self._backend.abort([one.reservation for one in live])
+        return [WriteOutcome.FAILED if one is None else next(outcomes) for one in upload.held]
+
+    def abandon(self, upload: Upload) -> None:
+        """End an upload without a trace. Fine for one that has ended."""
+        if self._end(upload):
+            self._backend.abort([one.reservation for one in upload.held if one is not None])
+
+    def abort(self, session: Session, numbers: Sequence[int]) -> None:
+        """Give reservations of this session back; others and unknown ones are ignored."""
+        with self._lock:
+            mine = [n for n in set(numbers) if n in self._held and self._held[n].session is session]
+            gone = [self._held.pop(number) for number in mine]
+        self._give_back(gone)
+
+    def expire(self) -> None:
+        """Take back what has lapsed and stop uploads that stand still."""
+        now = self._clock.now()
+        with self._lock:
+            late = [number for number, one in self._held.items() if one.lapses_at <= now]
+            gone = [self._held.pop(number) for number in late]
+            stalled = [upload for upload in self._uploads if upload.progress_at + self._seconds <= now]
+            self.lapsed += len(gone) + len(stalled)
+        if gone:
+            logger.info("took back %d reservations that were neither committed nor aborted", len(gone))
+        self._give_back(gone)
+        for upload in stalled:
+            logger.warning("stopping an upload of %d objects that stands still", len(upload.held))
+            upload.stop()
+
+    def close(self) -> None:
+        """Take every reservation back."""
+        with self._lock:
+            gone = list(self._held.values())
+            self._held.clear()
+        self._give_back(gone)
+
+    def _give_back(self, gone: Sequence[Held]) -> None:
+        if not gone:
+            return
+        for one in gone:
+            one.session.unreserve(one.size)
+        self._backend.abort([one.reservation for one in gone])
+
+    def _end(self, upload: Upload) -> bool:
+        with self._lock:
+            if upload not in self._uploads:
+                return False
+            self._uploads.remove(upload)
+        for one in upload.held:
+            if one is not None:
+                one.session.unreserve(one.size)
+        return True

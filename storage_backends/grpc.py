@@ -1,0 +1,308 @@
+"""The shared L3 daemon as a backend: `hicache serve` over gRPC, bytes inline.
+
+Decides batching and what is staged here; leaves sessions to `grpc_connection` and what is kept to the
+daemon. It survives the daemon's death: calls raise until it is back, then work again.
+
+gRPC keeps threads per channel and per upload, and a channel does not survive a fork: open the backend
+in the process that uses it; elsewhere every call raises BackendUnavailable.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import grpc
+import numpy as np
+
+from hicache.errors import BackendError, BackendTimeout
+from hicache.rpc import bulk, wire
+from hicache.rpc.v1 import cache_pb2 as pb
+from hicache.storage_backends.base import (
+    BackendStats,
+    Reservation,
+    StorageBackend,
+    WriteOutcome,
+    check_lengths,
+    check_sizes,
+)
+from hicache.storage_backends.grpc_connection import Connection, Options, Session, code, left
+
+__all__ = ["GrpcBackend", "Options"]
+
+logger = logging.getLogger(__name__)
+
+_OUTCOMES = {
+    pb.WRITE_OUTCOME_STORED: WriteOutcome.STORED,
+    pb.WRITE_OUTCOME_EXISTS: WriteOutcome.EXISTS,
+    pb.WRITE_OUTCOME_NO_SPACE: WriteOutcome.NO_SPACE,
+    pb.WRITE_OUTCOME_FAILED: WriteOutcome.FAILED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class _Staged:
+    """The token of a reservation. `live` until commit or abort took it; guarded by the backend's lock."""
+
+    session: Session
+    number: int
+    live: bool = True
+
+
+class GrpcBackend(StorageBackend):
+    """One daemon.
+
+    Thread-safe: `_lock` guards the staged bytes and the tokens; no call is made under it.
+    Bytes reach the caller's memory on the caller's own thread only, so time-outs settle.
+    """
+
+    name: ClassVar[str] = "grpc"
+    settles_on_timeout: ClassVar[bool] = True
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._staged = 0  # bytes; Invariant: sum over live reservations, at most staging_bytes
+        self._connection = connection = Connection(options)
+        self._probe = connection.unary("Probe", pb.ProbeReply)
+        self._begin = connection.unary("BeginWrite", pb.BeginWriteReply)
+        self._abort = connection.unary("Abort", pb.AbortReply)
+        self._touch = connection.unary("Touch", pb.TouchReply)
+        self._delete = connection.unary("Delete", pb.DeleteReply)
+        self._clear = connection.unary("Clear", pb.ClearReply)
+        self._stats = connection.unary("Stats", pb.StatsReply)
+        self._read: Callable[..., Iterator[bytes]] = connection.channel.unary_stream(
+            wire.method("Read"), request_serializer=pb.ReadRequest.SerializeToString
+        )
+        self._commit: Callable[..., pb.CommitReply] = connection.channel.stream_unary(
+            wire.method("Commit"), response_deserializer=pb.CommitReply.FromString
+        )
+
+    @classmethod
+    def from_options(cls, options: Options) -> GrpcBackend:
+        """Open the backend. A daemon that cannot be reached is logged, and calls raise until it is there."""
+        backend = cls(options)
+        try:
+            with backend._connection.translated("hello"):
+                backend._connection.open_session(time.monotonic() + options.timeout_s)
+        except BackendError as error:
+            logger.warning("grpc: serving without L3 until the daemon answers: %s", error)
+        return backend
+
+    @property
+    def epoch(self) -> int:
+        """Names the daemon's run that last answered; another value means that what was stored may be gone."""
+        return self._connection.epoch
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def probe(self, keys: Sequence[str]) -> bytes:
+        def call(session: Session, deadline: float) -> bytes:
+            found = bytearray()
+            for part in _slices(len(keys), session.max_keys):
+                request = pb.ProbeRequest(session=session.id, keys=keys[part])
+                found += self._probe(request, timeout=left(deadline)).present
+            return bytes(found)
+
+        return self._connection.run("probe", call) if self._some(keys) else b""
+
+    def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[int]:
+        check_lengths(keys, buffers)
+
+        def call(session: Session, deadline: float) -> list[int]:
+            sizes: list[int] = []
+            for part in _slices(len(keys), session.max_keys):
+                limits = [len(buffer) for buffer in buffers[part]]
+                request = pb.ReadRequest(session=session.id, keys=keys[part], limits=limits)
+                sizes += bulk.receive(self._read(request, timeout=left(deadline)), buffers[part])
+            return sizes
+
+        return self._connection.run("read", call) if self._some(keys) else []
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def begin_write(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Reservation | WriteOutcome]:
+        check_sizes(keys, sizes)
+
+        def call(session: Session, deadline: float) -> list[Reservation | WriteOutcome]:
+            answers: list[Reservation | WriteOutcome] = [WriteOutcome.NO_SPACE] * len(keys)
+            wanted = [index for index, size in enumerate(sizes) if size <= session.max_object]
+            for part in _slices(len(wanted), session.max_keys):
+                self._begin_part(session, keys, sizes, wanted[part], answers, deadline)
+            return answers
+
+        return self._connection.run("begin_write", call) if self._some(keys) else []
+
+    def _begin_part(
+        self,
+        session: Session,
+        keys: Sequence[str],
+        sizes: Sequence[int],
+        wanted: Sequence[int],
+        answers: list[Reservation | WriteOutcome],
+        deadline: float,
+    ) -> None:
+        """Fill `answers` at the indices `wanted`."""
+        wanted = self._stage(wanted, sizes)
+        if not wanted:
+            return
+        request = pb.BeginWriteRequest(
+            session=session.id, keys=[keys[i] for i in wanted], sizes=[sizes[i] for i in wanted]
+        )
+        kept = 0
+        try:
+            reply = self._begin(request, timeout=left(deadline))
+            granted = [i for i, number in zip(wanted, reply.reservations, strict=True) if number]
+            room = memoryview(np.empty(sum(sizes[i] for i in granted), dtype=np.uint8))  # type: ignore[arg-type]
+            for index, number, outcome in zip(wanted, reply.reservations, reply.outcomes, strict=True):
+                if number:
+                    buffer, room = room[: sizes[index]], room[sizes[index] :]
+                    answers[index] = Reservation(keys[index], buffer, _Staged(session, number))
+                    kept += sizes[index]
+                else:
+                    answers[index] = _OUTCOMES.get(outcome, WriteOutcome.FAILED)
+        finally:
+            with self._lock:
+                self._staged -= sum(sizes[i] for i in wanted) - kept
+
+    def _stage(self, wanted: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Count what fits into the staging memory and return its indices."""
+        fitting = []
+        with self._lock:
+            for index in wanted:
+                if self._staged + sizes[index] <= self._options.staging_bytes:
+                    self._staged += sizes[index]
+                    fitting.append(index)
+        return fitting
+
+    def commit(self, reservations: Sequence[Reservation]) -> list[WriteOutcome]:
+        outcomes = [WriteOutcome.FAILED] * len(reservations)
+        live = self._take(reservations)
+        deadline = time.monotonic() + self._options.timeout_s
+        with self._connection.translated("commit"):
+            for indices in _by_session(reservations, live):
+                messages = _messages([reservations[i] for i in indices])
+                try:
+                    reply = self._commit(messages, timeout=left(deadline))
+                except grpc.RpcError as error:
+                    if code(error) is not grpc.StatusCode.NOT_FOUND:
+                        raise
+                    continue  # the daemon that gave the reservations is gone, and they with it
+                for index, outcome in zip(indices, reply.outcomes, strict=True):
+                    outcomes[index] = _OUTCOMES.get(outcome, WriteOutcome.FAILED)
+        return outcomes
+
+    def abort(self, reservations: Sequence[Reservation]) -> None:
+        live = self._take(reservations)
+        deadline = time.monotonic() + self._options.timeout_s
+        for indices in _by_session(reservations, live):
+            tokens = [_token(reservations[i]) for i in indices]
+            request = pb.AbortRequest(session=tokens[0].session.id, reservations=[t.number for t in tokens])
+            try:
+                self._abort(request, timeout=left(deadline))
+            except (grpc.RpcError, BackendTimeout) as error:
+                logger.debug("grpc: abort was not heard, the daemon takes the room back by itself: %s", error)
+
+    def _take(self, reservations: Sequence[Reservation]) -> list[int]:
+        """End reservations on this side; return the indices of those that were live."""
+        self._connection.check_usable()
+        taken = []
+        with self._lock:
+            for index, reservation in enumerate(reservations):
+                token = _token(reservation)
+                if token.live:
+                    token.live = False
+                    self._staged -= len(reservation.buffer)
+                    taken.append(index)
+        return taken
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[str]) -> None:
+        def call(session: Session, deadline: float) -> None:
+            for part in _slices(len(keys), session.max_keys):
+                self._touch(pb.TouchRequest(session=session.id, keys=keys[part]), timeout=left(deadline))
+
+        if self._some(keys):
+            self._connection.run("touch", call)
+
+    def delete(self, keys: Sequence[str]) -> int:
+        def call(session: Session, deadline: float) -> int:
+            deleted = 0
+            for part in _slices(len(keys), session.max_keys):
+                request = pb.DeleteRequest(session=session.id, keys=keys[part])
+                deleted += self._delete(request, timeout=left(deadline)).deleted
+            return deleted
+
+        return self._connection.run("delete", call) if self._some(keys) else 0
+
+    def clear(self, prefix: str) -> int:
+        def call(session: Session, deadline: float) -> int:
+            request = pb.ClearRequest(session=session.id, prefix=prefix)
+            return int(self._clear(request, timeout=left(deadline)).deleted)
+
+        return self._connection.run("clear", call)
+
+    def stats(self) -> BackendStats:
+        def call(session: Session, deadline: float) -> BackendStats:
+            reply = self._stats(pb.StatsRequest(), timeout=left(deadline))
+            return BackendStats(
+                objects=reply.objects,
+                used_bytes=reply.used_bytes,
+                capacity_bytes=reply.capacity_bytes,
+                details={
+                    "address": self._options.address,
+                    "data_plane": "inline",
+                    "store": reply.store,
+                    "epoch": reply.epoch,
+                    "sessions": reply.sessions,
+                    "reservations": reply.reservations,
+                    "reserved_bytes": reply.reserved_bytes,
+                    **reply.counters,
+                },
+            )
+
+        return self._connection.run("stats", call)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _some(self, keys: Sequence[str]) -> bool:
+        """True if there is anything to ask; raises as a call would even if there is not."""
+        self._connection.check_usable()
+        return bool(keys)
+
+
+def _token(reservation: Reservation) -> _Staged:
+    if not isinstance(reservation.token, _Staged):
+        raise ValueError(f"the reservation of {reservation.key} is another backend's")
+    return reservation.token
+
+
+def _by_session(reservations: Sequence[Reservation], live: Sequence[int]) -> Iterator[list[int]]:
+    """Group indices by the session that gave the reservation, at most a request's worth each."""
+    groups: dict[Session, list[int]] = {}
+    for index in live:
+        groups.setdefault(_token(reservations[index]).session, []).append(index)
+    for session, indices in groups.items():
+        for part in _slices(len(indices), session.max_keys):
+            yield indices[part]
+
+
+def _messages(batch: Sequence[Reservation]) -> Iterator[bytes]:
+    tokens = [_token(reservation) for reservation in batch]
+    return bulk.upload(
+        tokens[0].session.id,
+        [token.number for token in tokens],
+        [reservation.buffer for reservation in batch],
+        max_message=tokens[0].session.max_message,
+    )
+
+
+def _slices(count: int, most: int) -> Iterator[slice]:
+    """Cut [0, count) into runs of at most `most`."""
+    return (slice(start, min(start + most, count)) for start in range(0, count, most))

@@ -1,0 +1,192 @@
+"""The connection to a daemon: one channel, its session, and what a status means.
+
+A daemon that restarts does not know the session; the next call says Hello again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+import msgspec
+
+from hicache.errors import BackendTimeout, BackendUnavailable, ConfigError
+from hicache.rpc import wire
+from hicache.rpc.bulk import ProtocolViolation
+from hicache.rpc.v1 import cache_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAX_MESSAGE = (64 << 20) + wire.MAX_CONTROL_BYTES
+_CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", _MAX_MESSAGE),
+    ("grpc.max_send_message_length", _MAX_MESSAGE),
+    ("grpc.use_local_subchannel_pool", 1),  # two backends share neither a connection nor its back-off
+    ("SingleThreadedUnaryStream", 1),  # the reading thread takes messages off the wire itself
+]
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Options of the `grpc` backend."""
+
+    address: str = "127.0.0.1:7380"  # host:port of `hicache serve`
+    timeout_s: float = 5.0  # bound of every call
+    model_name: str = ""  # for the daemon's log, and to notice other fingerprints under the same name
+    fingerprint: str = ""  # the daemon keeps fingerprints apart even where keys do not
+    shard: str = ""
+    client_id: str = ""  # for the daemon's log; empty: host and process
+    refuse_other_fingerprint: bool = False  # rather no L3 than isolation from others of the same model name
+    staging_bytes: int = 512 << 20  # most memory of writes that were begun and not ended
+
+    def __post_init__(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"grpc: address {self.address!r} must be host:port, as in 127.0.0.1:7380")
+        for name in ("timeout_s", "staging_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"grpc: {name}={getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the daemon said at Hello."""
+
+    id: int
+    epoch: int
+    max_message: int
+    max_keys: int
+    max_object: int
+
+
+class Connection:
+    """Thread-safe: `_lock` guards `_session` and `_closed`; no call is made under it."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._closed = False
+        # Connects when first used, and again by itself.
+        self.channel = grpc.insecure_channel(options.address, options=_CHANNEL_OPTIONS)
+        self._hello = self.unary("Hello", pb.HelloReply)
+
+    def unary(self, name: str, reply: type[Any]) -> Callable[..., Any]:
+        """Return a method of the service that takes and gives one message."""
+        multi_callable: Callable[..., Any] = self.channel.unary_unary(
+            wire.method(name),
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=reply.FromString,
+        )
+        return multi_callable
+
+    @property
+    def epoch(self) -> int:
+        """Names the daemon's run that last answered a Hello; 0 before."""
+        session = self._session
+        return session.epoch if session else 0
+
+    def run(self, operation: str, call: Callable[[Session, float], T]) -> T:
+        """Make a call within the time bound, in a new session if the daemon does not know the old one.
+
+        `call` gets the session and the deadline. Raises BackendTimeout and BackendUnavailable.
+        """
+        self.check_usable()
+        deadline = time.monotonic() + self._options.timeout_s
+        with self.translated(operation):
+            session = self._session
+            if session is not None:
+                try:
+                    return call(session, deadline)
+                except grpc.RpcError as error:
+                    if code(error) is not grpc.StatusCode.NOT_FOUND:
+                        raise
+            return call(self.open_session(deadline), deadline)
+
+    def open_session(self, deadline: float) -> Session:
+        """Say Hello. Raises grpc.RpcError and BackendTimeout."""
+        options = self._options
+        request = pb.HelloRequest(
+            protocol_version=wire.PROTOCOL_VERSION,
+            client_id=options.client_id or f"{socket.gethostname()}:{self._pid}",
+            client_version=wire.software_version(),
+            model_name=options.model_name,
+            model_fingerprint=options.fingerprint,
+            shard=options.shard,
+            data_planes=[pb.DATA_PLANE_INLINE],
+            refuse_other_fingerprint=options.refuse_other_fingerprint,
+        )
+        reply: pb.HelloReply = self._hello(request, timeout=left(deadline))
+        session = Session(
+            id=reply.session,
+            epoch=reply.epoch,
+            max_message=reply.max_message_bytes,
+            max_keys=reply.max_keys,
+            max_object=reply.max_object_bytes,
+        )
+        with self._lock:
+            before, self._session = self._session, session
+        if before is None or before.epoch != session.epoch:
+            known = "" if before is None else "; it restarted, what it held in memory is gone"
+            logger.info("grpc: session with daemon %s, store %s%s", options.address, reply.store, known)
+        if reply.notice:
+            logger.warning("grpc: daemon %s: %s", options.address, reply.notice)
+        return session
+
+    @contextlib.contextmanager
+    def translated(self, operation: str) -> Iterator[None]:
+        """Turn what gRPC raises into what a backend raises."""
+        what = f"grpc: {operation} at {self._options.address}"
+        try:
+            yield
+        except grpc.RpcError as error:
+            status = code(error)
+            if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise BackendTimeout(f"{what} did not end within {self._options.timeout_s:g} s") from error
+            raise BackendUnavailable(f"{what}: {status.name}: {error.details()}") from error
+        except ProtocolViolation as error:
+            raise BackendUnavailable(f"{what}: {error}") from error
+        except ValueError as error:
+            if self._closed:  # how a channel says that it was closed meanwhile
+                raise BackendUnavailable(f"{what}: closed meanwhile") from error
+            raise
+
+    def check_usable(self) -> None:
+        """Raise BackendUnavailable after close() and in a forked process."""
+        if self._closed:
+            raise BackendUnavailable("grpc: the backend is closed")
+        if self._pid != os.getpid():
+            raise BackendUnavailable("grpc: opened in another process; open it after the fork")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        if self._pid == os.getpid():
+            self.channel.close()
+
+
+def left(deadline: float) -> float:
+    """Return the seconds up to a deadline. Raises BackendTimeout if it has passed."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise BackendTimeout("grpc: the time was up before all of the batch was sent")
+    return seconds
+
+
+def code(error: grpc.RpcError) -> grpc.StatusCode:
+    """Return the status that a call ended with."""
+    status: grpc.StatusCode = error.code()
+    return status
