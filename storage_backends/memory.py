@@ -231,19 +231,21 @@ class MemoryBackend(StorageBackend):
 
     def commit(self, reservations: Sequence[Reservation]) -> list[WriteOutcome]:
         turn = _Turn(self._clock.now())
-        outcomes = [WriteOutcome.FAILED] * len(reservations)
+        outcomes = []
         with self._lock:
             self._check_open()
             self._end_expired(turn)
-            for i in range(len(reservations) - 1, -1, -1):
-                data = self._pending.take(reservations[i])
-                if data is None:
-                    continue
-                self._objects.add(reservations[i].key, _Object(data))
-                self._counts["stored"] += 1
-                self._counts["stored_bytes"] += len(data)
-                self._tell(turn, Change.STORED, reservations[i].key, len(data))
-                outcomes[i] = WriteOutcome.STORED
+            stored: list[tuple[str, bytearray]] = []
+            for reservation in reservations:
+                data = self._pending.take(reservation)
+                outcomes.append(WriteOutcome.FAILED if data is None else WriteOutcome.STORED)
+                if data is not None:
+                    stored.append((reservation.key, data))
+                    self._tell(turn, Change.STORED, reservation.key, len(data))
+            for key, data in reversed(stored):
+                self._objects.add(key, _Object(data))
+            self._counts["stored"] += len(stored)
+            self._counts["stored_bytes"] += sum(len(data) for _, data in stored)
         self._finish(turn)
         return outcomes
 
