@@ -320,7 +320,7 @@ class Prefetcher:
                     offered.setdefault(part.component, {})[position] = part.slots[i]
                     part.slots[i] = NO_SLOT
         paged = [offered.get(c, {}) for c in (Component.FULL, Component.SWA)]
-        start = min((p for pages in paged for p in pages), default=reach)
+        start = min((p for pages in paged for p in pages), default=reach - 1)
         full, swa = (array("i", (pages.get(p, NO_SLOT) for p in range(start, reach))) for pages in paged)
         unused = self._tree.insert_host(
             request.scope,
