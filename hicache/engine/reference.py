@@ -1,0 +1,85 @@
+"""A whole reference engine: model, pools of L1 and L2, executor, cache and scheduler, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hicache.build import TierSizes, build_cache
+from hicache.cache import HiCache
+from hicache.clock import Clock, SystemClock
+from hicache.config.cache import CacheConfig
+from hicache.engine.architecture import ReferenceConfig, reference_spec
+from hicache.engine.model import ReferenceModel
+from hicache.engine.runner import LogitsObserver, TorchRunner
+from hicache.engine.scheduler import FinalToken, Scheduler, Settle
+from hicache.request import Request
+from hicache.storage_backends.base import StorageBackend
+from hicache.tiers.device import DevicePools
+from hicache.tiers.host import HostMemory, HostPools
+from hicache.tiers.layouts import HostLayout
+from hicache.transfer.executor import TransferExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an engine is made of. `sizes` in pages; an empty `sizes.host` means L1 only."""
+
+    model: ReferenceConfig
+    page_size: int
+    sizes: TierSizes
+    cache: CacheConfig
+    layout: HostLayout = HostLayout.PAGE_FIRST
+    device: str = "cpu"
+    max_running_requests: int = 16
+    final_token: FinalToken = FinalToken.SKIP
+    settle: Settle = Settle.ASYNC
+
+
+class ReferenceEngine:
+    """Owns everything but the storage backend, which its caller opens and closes.
+
+    Used by one thread at a time; `executor` starts the threads that move bytes. close() ends them.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        storage: StorageBackend | None = None,
+        clock: Clock | None = None,
+        observer: LogitsObserver | None = None,
+        on_token: Callable[[Request, int], None] | None = None,
+        on_finish: Callable[[Request], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.spec = reference_spec(settings.model, settings.page_size)
+        clock = clock or SystemClock()
+        self.device_pools = DevicePools(self.spec, settings.sizes.device, settings.device)
+        self.host_pools = (
+            HostPools(self.spec, settings.sizes.host, settings.layout, HostMemory.for_device(settings.device))
+            if settings.sizes.host
+            else None
+        )
+        self.executor = TransferExecutor(
+            self.spec, self.device_pools, self.host_pools, storage=storage, clock=clock
+        )
+        self.cache: HiCache = build_cache(self.spec, settings.sizes, settings.cache, self.executor, clock)
+        self.model = ReferenceModel(settings.model, device=settings.device)
+        self.runner = TorchRunner(
+            self.model, self.device_pools, page_size=settings.page_size, observer=observer
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            self.runner,
+            max_running_requests=settings.max_running_requests,
+            context_length=settings.model.context_length,
+            settle=settings.settle,
+            final_token=settings.final_token,
+            on_token=on_token,
+            on_finish=on_finish,
+        )
+
+    def close(self) -> None:
+        """Stop the executor's threads. The storage backend stays open."""
+        self.cache.close()

@@ -1,0 +1,255 @@
+"""From settings to a served port and back: bind, build, serve, drain, flush, report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import msgspec
+import uvicorn
+
+from hicache.build import TierSizes
+from hicache.config.server import ServerConfig, read_mapping, split_extra_config
+from hicache.engine.architecture import PRESETS, ReferenceConfig, parse_layers, reference_spec
+from hicache.engine.reference import EngineSettings, ReferenceEngine
+from hicache.engine.scheduler import Scheduler
+from hicache.engine.sizing import device_capacities
+from hicache.errors import ConfigError
+from hicache.registry import available_backends
+from hicache.server.app import Service, create_app
+from hicache.server.engine_thread import EngineThread
+from hicache.server.generate import Limits
+from hicache.server.metrics import ServerMetrics
+from hicache.server.storage import StorageChoice, StorageControl
+from hicache.server.tokenizer import MAX_VOCAB
+from hicache.spec import ModelSpec
+from hicache.tiers.layouts import HostLayout
+from hicache.tiers.sizing import host_capacities
+from hicache.types import WritePolicy
+
+logger = logging.getLogger(__name__)
+
+_STOP_S = 10.0  # for what must end behind the drain: the engine's last step, the executor's threads
+
+
+@dataclass(slots=True)
+class Report:
+    """How serving ended. `lost_pages`: dirty pages that no tier below took in time (write_back)."""
+
+    failed: bool = False
+    lost_pages: int = 0
+    flushed: bool = False
+
+    @property
+    def text(self) -> str:
+        if self.failed:
+            return "stopped: the engine has failed, see the log"
+        if not self.flushed:
+            return "stopped"
+        return f"stopped; dirty pages are written down, {self.lost_pages} were lost"
+
+
+def serve(config: ServerConfig, *, on_ready: Callable[[str], None]) -> Report:
+    """Serve until SIGTERM or SIGINT. Calls on_ready(url) once requests are taken. Raises ConfigError."""
+    if config.hicache_storage_backend and config.hicache_storage_backend not in available_backends():
+        raise ConfigError(
+            f"--hicache-storage-backend {config.hicache_storage_backend}: no such backend; there are "
+            f"{', '.join(available_backends())}"
+        )
+    settings = engine_settings(config)
+    with bind(config.host, config.port) as listener:
+        return _Run(config, settings).serve(listener, on_ready)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a bound socket. Raises ConfigError if the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on --host {host} --port {port}: {error.strerror or error}; "
+            "take another port, or 0 for any free one"
+        ) from error
+    return listener
+
+
+def model_config(config: ServerConfig) -> ReferenceConfig:
+    """Return the model that the flags describe. Raises ConfigError."""
+    preset = PRESETS.get(config.model_preset)
+    if preset is None:
+        raise ConfigError(f"--model-preset {config.model_preset}: unknown; there are {', '.join(PRESETS)}")
+    if config.vocab_size is not None and config.vocab_size > MAX_VOCAB:
+        raise ConfigError(f"--vocab-size {config.vocab_size} must be at most {MAX_VOCAB}")
+    return replace(
+        preset,
+        layers=parse_layers(config.layers) if config.layers is not None else preset.layers,
+        window=preset.window if config.sliding_window is None else config.sliding_window,
+        hidden=preset.hidden if config.hidden_size is None else config.hidden_size,
+        vocab=preset.vocab if config.vocab_size is None else config.vocab_size,
+        context_length=config.context_length,
+        seed=config.seed,
+    )
+
+
+def engine_settings(config: ServerConfig) -> EngineSettings:
+    """Return what the engine is built from: pools from flags, policies from flags. Raises ConfigError."""
+    model, cache = model_config(config), config.cache_config()
+    spec = reference_spec(model, config.page_size)
+    device = device_capacities(
+        spec,
+        max_total_tokens=config.max_total_tokens,
+        swa_full_tokens_ratio=config.swa_full_tokens_ratio,
+        mamba_full_memory_ratio=config.mamba_full_memory_ratio,
+        max_mamba_cache_size=config.max_mamba_cache_size,
+    )
+    host = {}
+    if config.enable_hierarchical_cache:
+        host = host_capacities(spec, device, ratio=config.hicache_ratio, size_gb=config.hicache_size)
+    return EngineSettings(
+        model=model,
+        page_size=config.page_size,
+        sizes=TierSizes(device, host),
+        cache=cache,
+        layout=HostLayout(config.hicache_mem_layout.value),
+        device=config.device,
+        max_running_requests=config.max_running_requests,
+    )
+
+
+class _Run:
+    """One server's life. Built and used on the main thread."""
+
+    def __init__(self, config: ServerConfig, settings: EngineSettings) -> None:
+        self._config = config
+        self._report = Report()
+        self._uvicorn: uvicorn.Server | None = None
+        engines: list[ReferenceEngine] = []
+
+        def make(on_token: Callable[..., None], on_finish: Callable[..., None]) -> Scheduler:
+            engines.append(ReferenceEngine(settings, on_token=on_token, on_finish=on_finish))
+            return engines[0].scheduler
+
+        self._engine = EngineThread(make, on_failure=self._engine_failed)
+        self._reference = engines[0]
+        self._storage = (
+            StorageControl(self._reference.spec, self._reference.executor, self._engine)
+            if config.enable_hierarchical_cache
+            else None
+        )
+
+    def serve(self, listener: socket.socket, on_ready: Callable[[str], None]) -> Report:
+        self._engine.start()
+        try:
+            if self._storage is not None and self._config.hicache_storage_backend:
+                self._storage.start(
+                    StorageChoice(self._config.hicache_storage_backend, self._config.storage_options())
+                )
+            host, port = listener.getsockname()[:2]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            options = uvicorn.Config(
+                create_app(self._service()),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=max(1, round(self._config.drain_seconds)),
+            )
+            self._uvicorn = _Server(options, lambda: on_ready(url))
+            asyncio.run(self._uvicorn.serve(sockets=[listener]))
+        finally:
+            self._stop()
+        return self._report
+
+    def _stop(self) -> None:
+        drain_s = self._config.drain_seconds
+        stopped = self._engine.stop(self._flush, timeout_s=drain_s + _STOP_S)
+        self._report.failed |= not stopped
+        if not stopped:
+            logger.error("the engine did not stop within %g s", drain_s + _STOP_S)
+            return
+        self._reference.close()
+        if self._storage is not None:
+            self._storage.close()
+
+    def _flush(self, scheduler: Scheduler) -> None:
+        """Under write_back, L1 and L2 hold the only copies: write them down before they go."""
+        if self._config.hicache_write_policy is WritePolicy.WRITE_BACK and self._storage is not None:
+            self._report.lost_pages = scheduler.cache.flush_dirty(self._config.drain_seconds)
+            self._report.flushed = True
+
+    def _engine_failed(self) -> None:
+        self._report.failed = True
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
+
+    def _service(self) -> Service:
+        config, spec = self._config, self._reference.spec
+        return Service(
+            engine=self._engine,
+            storage=self._storage,
+            limits=Limits(self._reference.settings.model.vocab, config.context_length),
+            model_info=_model_info(config, spec),
+            server_info=msgspec.to_builtins(config) | {"model_fingerprint": spec.fingerprint},
+            metrics=ServerMetrics() if config.enable_metrics else None,
+            executor_counters=self._reference.executor.counters,
+            read_choice=_read_choice,
+        )
+
+
+class _Server(uvicorn.Server):
+    """Says when it takes requests."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        """As uvicorn does, but a signal that was handled is not raised again: the drain is not over."""
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
+
+
+def _model_info(config: ServerConfig, spec: ModelSpec) -> dict[str, object]:
+    return {
+        "model_path": spec.model_id,
+        "tokenizer_path": "bytes",
+        "is_generation": True,
+        "weight_version": spec.weight_version,
+        "context_length": config.context_length,
+        "model_fingerprint": spec.fingerprint,
+    }
+
+
+def _read_choice(name: str, extra: object) -> StorageChoice:
+    """Read a PUT: the extra config is a JSON text, as SGLang sends it, or an object."""
+    if isinstance(extra, str):
+        extra = read_mapping(extra, flag="hicache_storage_backend_extra_config_json")
+    if extra is not None and not isinstance(extra, dict):
+        raise ConfigError("hicache_storage_backend_extra_config_json must be a JSON object")
+    generic, options = split_extra_config(extra or {})
+    if generic:
+        raise ConfigError(
+            f"{', '.join(sorted(generic))}: set at start with --hicache-storage-backend-extra-config"
+        )
+    return StorageChoice(name, options)
