@@ -259,9 +259,7 @@ def _open(settings: MooncakeSettings, staging_bytes: int) -> Connection | str:
             settings.protocol,
             settings.device_name,
             settings.master_server_address,
-            enable_ssd_offload=settings.enable_ssd_offload,
-            ssd_offload_path=settings.ssd_offload_path,
-            tenant_id=settings.tenant_id,
+            **_newer_arguments(settings),
         )
     if code != 0:
         return f"set-up failed with code {code}"
@@ -279,6 +277,18 @@ def _open(settings: MooncakeSettings, staging_bytes: int) -> Connection | str:
         return f"registering {staging_bytes} bytes failed with code {code}"
     half = staging_bytes // 2
     return Connection(store, memory, address, Arena(0, half), Arena(half, staging_bytes - half))
+
+
+def _newer_arguments(settings: MooncakeSettings) -> dict[str, object]:
+    """Return the arguments that earlier releases lack, where they are asked for."""
+    arguments: dict[str, object] = {}
+    if settings.enable_ssd_offload:
+        arguments["enable_ssd_offload"] = True
+    if settings.ssd_offload_path:
+        arguments["ssd_offload_path"] = settings.ssd_offload_path
+    if settings.tenant_id != "default":
+        arguments["tenant_id"] = settings.tenant_id
+    return arguments
 
 
 def _register(store: Any, memory: memoryview) -> None:

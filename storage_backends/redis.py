@@ -90,7 +90,8 @@ class RedisBackend(StorageBackend):
         self._client = client
         self._ttl_ms = int(options.ttl_s * 1000)
         self._calls = BoundedCalls("redis", workers=options.max_connections)
-        self._checked = False  # a wrong answer costs one more INFO
+        self._checked = False  # two threads may both ask; that costs one more INFO
+        self._refusal = ""  # why this server is not for us, as of the last look
         self._open: OpenWrites[int] = OpenWrites()  # bytes of each
         self._lock = threading.Lock()
         self._staged = 0  # bytes of all open writes
@@ -105,11 +106,11 @@ class RedisBackend(StorageBackend):
         options.validate()
         backend = cls(options, _client(options))
         try:
-            backend._run("connect", backend._check_server)
-        except ConfigError:
-            backend.close()
-            raise
+            backend._run("connect", lambda _: None)
         except BackendError as error:
+            if backend._refusal:
+                backend.close()
+                raise ConfigError(backend._refusal) from error
             logger.warning("redis: serving without it until it answers: %s", error)
         return backend
 
@@ -234,7 +235,7 @@ class RedisBackend(StorageBackend):
 
         def checked() -> T:
             if not self._checked:
-                self._check_server(deadline)
+                self._check_server()
             return work(deadline)
 
         where = mask_password(self._options.url)
@@ -245,13 +246,14 @@ class RedisBackend(StorageBackend):
         except (redis.RedisError, OSError) as error:
             raise BackendUnavailable(f"redis: {operation} at {where}: {error}") from error
 
-    def _check_server(self, _: float) -> None:
+    def _check_server(self) -> None:
         if self._client.info("cluster").get("cluster_enabled"):
-            raise ConfigError(
+            self._refusal = (
                 f"redis: {mask_password(self._options.url)} is a Redis Cluster, which is not supported; "
                 "use a server that does not run in cluster mode"
             )
-        self._checked = True
+            raise BackendUnavailable(self._refusal)
+        self._checked, self._refusal = True, ""
 
     def _batches(self, keys: Sequence[str], deadline: float) -> Iterator[list[str]]:
         for start in range(0, len(keys), BATCH_KEYS):
