@@ -13,7 +13,7 @@ from hicache.transfer.base import Executor
 from hicache.transfer.virtual import VirtualCosts, VirtualExecutor, VirtualStorage
 from hicache.tree.base import TreeCore, TreeRules
 from hicache.tree.eviction import make_policy
-from hicache.tree.tree import UnifiedTree
+from hicache.tree.unified import UnifiedTree
 from hicache.types import Component
 
 
