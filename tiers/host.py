@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.errors import ConfigError, HiCacheError
+from hicache.errors import HiCacheError
 from hicache.spec import ModelSpec, PoolSpec
-from hicache.tiers.device import POISON, torch_dtype
-from hicache.tiers.layouts import HostLayout, PageGeometry, slot_index, word_dtype
+from hicache.tiers.layouts import HostLayout, slot_index, word_dtype
+from hicache.tiers.pools import POISON, TorchPools
 from hicache.types import Component
 
 Rows = npt.NDArray[np.generic]  # [num_rows, words]: a pool seen as rows of machine words
@@ -30,7 +30,7 @@ class HostMemory(enum.Enum):
         return cls.PINNED if torch.device(device).type == "cuda" else cls.PLAIN
 
 
-class HostPools:
+class HostPools(TorchPools):
     """The memory of every component and sidecar on the host: one buffer per pool, touched at once.
 
     Whatever the layout, read_page and write_page speak the canonical order (layer, row, row_shape).
@@ -45,44 +45,25 @@ class HostPools:
         layout: HostLayout = HostLayout.LAYER_FIRST,
         memory: HostMemory = HostMemory.PLAIN,
     ) -> None:
-        self.spec = spec
-        self.layout = layout
         self.memory = memory
-        self.capacities = {kind: capacities[kind] for kind in spec.kinds}
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._geometry: dict[str, PageGeometry] = {}
-        self._rows: dict[str, Rows] = {}
-        for family in spec.components:
-            if self.capacities[family.component] < 1:
-                raise ConfigError(f"{family.component.name}: a host pool needs at least one page")
-            for pool in family.pools:
-                self._allocate(pool, self.capacities[family.component])
+        super().__init__(spec, capacities, layout, self._allocate)
+        self._rows = {name: self._as_rows(name) for name in self._tensors}
 
-    def _allocate(self, pool: PoolSpec, capacity: int) -> None:
-        geometry = PageGeometry(pool, capacity, self.layout)
+    def _allocate(self, pool: PoolSpec, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # zero_() writes every page, so the first transfer does not pay for page faults.
-        tensor = torch.empty(geometry.shape, dtype=torch_dtype(pool)).zero_()
+        tensor = torch.empty(shape, dtype=dtype).zero_()
         if self.memory is HostMemory.PINNED:
             _page_lock(tensor, pool.name)
-        self._geometry[pool.name] = geometry
-        self._tensors[pool.name] = tensor
-        raw = tensor.view(torch.uint8).numpy().reshape(geometry.num_rows, geometry.row_bytes)
-        self._rows[pool.name] = raw.view(word_dtype(geometry.row_bytes))
+        return tensor
 
-    def pool(self, name: str) -> torch.Tensor:
-        """Return a pool's tensor in its layout, not a copy."""
-        return self._tensors[name]
-
-    def geometry(self, name: str) -> PageGeometry:
-        return self._geometry[name]
+    def _as_rows(self, name: str) -> Rows:
+        geometry = self._geometry[name]
+        raw = self._tensors[name].view(torch.uint8).numpy()
+        return raw.reshape(geometry.num_rows, geometry.row_bytes).view(word_dtype(geometry.row_bytes))
 
     def rows(self, name: str) -> Rows:
         """Return a pool as [num_rows, words] over the same memory; `geometry` says which row is what."""
         return self._rows[name]
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(g.size_bytes for g in self._geometry.values())
 
     def read_page(self, component: Component, slot: int, parts: Sequence[memoryview]) -> None:
         """Copy a page of a family into `parts`, one writable buffer of page_bytes per pool."""

@@ -44,6 +44,7 @@ class Attachment:
         self._lock = threading.Lock()
         self._jobs: dict[JobId, StorageJob] = {}  # until their Done is polled
         self._inline = readers == 0
+        link.prepare(max(1, readers))
         if self._inline:
             self._read: Lane = InlineLane()
             self._write: Lane = InlineLane()
@@ -59,6 +60,11 @@ class Attachment:
     @property
     def quarantined_bytes(self) -> int:
         return self._link.quarantined_bytes
+
+    @property
+    def busy(self) -> bool:
+        """True while a job has not ended, or its Done has not been polled."""
+        return bool(self._jobs)
 
     def submit(self, job: StorageJob) -> None:
         self._jobs[job.job] = job

@@ -178,6 +178,7 @@ class TransferExecutor(Executor):
         for done in ended:
             for storage in self._attachments():
                 storage.forget(done.job)
+        self._detached = [storage for storage in self._detached if storage.busy]
         return ended
 
     def wait(self, timeout_s: float) -> bool:

@@ -33,6 +33,15 @@ class StagingPool:
                 return None
             if self._free:
                 return self._free.pop()
+        return self._make()
+
+    def prepare(self, count: int) -> None:
+        """Make buffers ahead of their first use."""
+        made = [self._make() for _ in range(count)]
+        with self._lock:
+            self._free.extend(made)
+
+    def _make(self) -> memoryview:
         buffer = memoryview(mmap.mmap(-1, self.size))
         np.frombuffer(buffer, dtype=np.uint8)[:: mmap.PAGESIZE] = 0  # fault every page in now
         if self._register is not None:

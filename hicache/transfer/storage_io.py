@@ -110,6 +110,10 @@ class StorageLink:
     def quarantined_bytes(self) -> int:
         return self._staging.quarantined_bytes
 
+    def prepare(self, readers: int) -> None:
+        """Make the staging of `readers` threads, so that a backend that refuses it does so now."""
+        self._staging.prepare(readers)
+
     def close(self) -> None:
         """Make running jobs end behind the call they are in, and later ones at once."""
         self._closing.set()
