@@ -15,7 +15,14 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from hicache.storage_backends.base import MISS, BackendStats, Reservation, StorageBackend, WriteOutcome
+from hicache.storage_backends.base import (
+    MISS,
+    BackendStats,
+    Reservation,
+    StorageBackend,
+    WriteOutcome,
+    check_lengths,
+)
 
 Operation = Literal["probe", "read", "begin_write", "commit", "abort", "touch", "delete", "clear", "stats"]
 
@@ -159,6 +166,7 @@ class FaultyBackend(StorageBackend):
         return sizes
 
     def begin_write(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Reservation | WriteOutcome]:
+        check_lengths(keys, sizes)
         fault = self._enter("begin_write", keys)
         if isinstance(fault.refuse, WriteOutcome):
             return [fault.refuse] * len(keys)
