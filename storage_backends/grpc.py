@@ -12,15 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import grpc
 import numpy as np
 
-from hicache.errors import BackendError, BackendTimeout
-from hicache.rpc import bulk, wire
+from hicache.errors import BackendError
+from hicache.rpc import bulk
 from hicache.rpc.v1 import cache_pb2 as pb
 from hicache.storage_backends.base import (
     BackendStats,
@@ -30,7 +30,7 @@ from hicache.storage_backends.base import (
     check_lengths,
     check_sizes,
 )
-from hicache.storage_backends.grpc_connection import Connection, Options, Session, code, left
+from hicache.storage_backends.grpc_connection import Connection, Link, Options, Session, code, left
 
 __all__ = ["GrpcBackend", "Options"]
 
@@ -67,28 +67,14 @@ class GrpcBackend(StorageBackend):
         self._options = options
         self._lock = threading.Lock()
         self._staged = 0  # bytes; Invariant: sum over live reservations, at most staging_bytes
-        self._connection = connection = Connection(options)
-        self._probe = connection.unary("Probe", pb.ProbeReply)
-        self._begin = connection.unary("BeginWrite", pb.BeginWriteReply)
-        self._abort = connection.unary("Abort", pb.AbortReply)
-        self._touch = connection.unary("Touch", pb.TouchReply)
-        self._delete = connection.unary("Delete", pb.DeleteReply)
-        self._clear = connection.unary("Clear", pb.ClearReply)
-        self._stats = connection.unary("Stats", pb.StatsReply)
-        self._read: Callable[..., Iterator[bytes]] = connection.channel.unary_stream(
-            wire.method("Read"), request_serializer=pb.ReadRequest.SerializeToString
-        )
-        self._commit: Callable[..., pb.CommitReply] = connection.channel.stream_unary(
-            wire.method("Commit"), response_deserializer=pb.CommitReply.FromString
-        )
+        self._connection = Connection(options)
 
     @classmethod
     def from_options(cls, options: Options) -> GrpcBackend:
         """Open the backend. A daemon that cannot be reached is logged, and calls raise until it is there."""
         backend = cls(options)
         try:
-            with backend._connection.translated("hello"):
-                backend._connection.open_session(time.monotonic() + options.timeout_s)
+            backend._connection.run("hello", lambda link, session, deadline: None)
         except BackendError as error:
             logger.warning("grpc: serving without L3 until the daemon answers: %s", error)
         return backend
@@ -101,11 +87,11 @@ class GrpcBackend(StorageBackend):
     # -- reading -------------------------------------------------------------------------------
 
     def probe(self, keys: Sequence[str]) -> bytes:
-        def call(session: Session, deadline: float) -> bytes:
+        def call(link: Link, session: Session, deadline: float) -> bytes:
             found = bytearray()
             for part in _slices(len(keys), session.max_keys):
                 request = pb.ProbeRequest(session=session.id, keys=keys[part])
-                found += self._probe(request, timeout=left(deadline)).present
+                found += link.probe(request, timeout=left(deadline)).present
             return bytes(found)
 
         return self._connection.run("probe", call) if self._some(keys) else b""
@@ -113,12 +99,12 @@ class GrpcBackend(StorageBackend):
     def read(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[int]:
         check_lengths(keys, buffers)
 
-        def call(session: Session, deadline: float) -> list[int]:
+        def call(link: Link, session: Session, deadline: float) -> list[int]:
             sizes: list[int] = []
             for part in _slices(len(keys), session.max_keys):
                 limits = [len(buffer) for buffer in buffers[part]]
                 request = pb.ReadRequest(session=session.id, keys=keys[part], limits=limits)
-                sizes += bulk.receive(self._read(request, timeout=left(deadline)), buffers[part])
+                sizes += bulk.receive(link.read(request, timeout=left(deadline)), buffers[part])
             return sizes
 
         return self._connection.run("read", call) if self._some(keys) else []
@@ -128,17 +114,18 @@ class GrpcBackend(StorageBackend):
     def begin_write(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Reservation | WriteOutcome]:
         check_sizes(keys, sizes)
 
-        def call(session: Session, deadline: float) -> list[Reservation | WriteOutcome]:
+        def call(link: Link, session: Session, deadline: float) -> list[Reservation | WriteOutcome]:
             answers: list[Reservation | WriteOutcome] = [WriteOutcome.NO_SPACE] * len(keys)
             wanted = [index for index, size in enumerate(sizes) if size <= session.max_object]
             for part in _slices(len(wanted), session.max_keys):
-                self._begin_part(session, keys, sizes, wanted[part], answers, deadline)
+                self._begin_part(link, session, keys, sizes, wanted[part], answers, deadline)
             return answers
 
         return self._connection.run("begin_write", call) if self._some(keys) else []
 
     def _begin_part(
         self,
+        link: Link,
         session: Session,
         keys: Sequence[str],
         sizes: Sequence[int],
@@ -155,7 +142,7 @@ class GrpcBackend(StorageBackend):
         )
         kept = 0
         try:
-            reply = self._begin(request, timeout=left(deadline))
+            reply = link.begin_write(request, timeout=left(deadline))
             granted = [i for i, number in zip(wanted, reply.reservations, strict=True) if number]
             room = memoryview(np.empty(sum(sizes[i] for i in granted), dtype=np.uint8))  # type: ignore[arg-type]
             for index, number, outcome in zip(wanted, reply.reservations, reply.outcomes, strict=True):
@@ -183,11 +170,11 @@ class GrpcBackend(StorageBackend):
         outcomes = [WriteOutcome.FAILED] * len(reservations)
         live = self._take(reservations)
         deadline = time.monotonic() + self._options.timeout_s
-        with self._connection.translated("commit"):
+        with self._connection.calling("commit") as link:
             for indices in _by_session(reservations, live):
                 messages = _messages([reservations[i] for i in indices])
                 try:
-                    reply = self._commit(messages, timeout=left(deadline))
+                    reply = link.commit(messages, timeout=left(deadline))
                 except grpc.RpcError as error:
                     if code(error) is not grpc.StatusCode.NOT_FOUND:
                         raise
@@ -203,8 +190,9 @@ class GrpcBackend(StorageBackend):
             tokens = [_token(reservations[i]) for i in indices]
             request = pb.AbortRequest(session=tokens[0].session.id, reservations=[t.number for t in tokens])
             try:
-                self._abort(request, timeout=left(deadline))
-            except (grpc.RpcError, BackendTimeout) as error:
+                with self._connection.calling("abort") as link:
+                    link.abort(request, timeout=left(deadline))
+            except BackendError as error:
                 logger.debug("grpc: abort was not heard, the daemon takes the room back by itself: %s", error)
 
     def _take(self, reservations: Sequence[Reservation]) -> list[int]:
@@ -223,33 +211,33 @@ class GrpcBackend(StorageBackend):
     # -- the rest --------------------------------------------------------------------------------
 
     def touch(self, keys: Sequence[str]) -> None:
-        def call(session: Session, deadline: float) -> None:
+        def call(link: Link, session: Session, deadline: float) -> None:
             for part in _slices(len(keys), session.max_keys):
-                self._touch(pb.TouchRequest(session=session.id, keys=keys[part]), timeout=left(deadline))
+                link.touch(pb.TouchRequest(session=session.id, keys=keys[part]), timeout=left(deadline))
 
         if self._some(keys):
             self._connection.run("touch", call)
 
     def delete(self, keys: Sequence[str]) -> int:
-        def call(session: Session, deadline: float) -> int:
+        def call(link: Link, session: Session, deadline: float) -> int:
             deleted = 0
             for part in _slices(len(keys), session.max_keys):
                 request = pb.DeleteRequest(session=session.id, keys=keys[part])
-                deleted += self._delete(request, timeout=left(deadline)).deleted
+                deleted += link.delete(request, timeout=left(deadline)).deleted
             return deleted
 
         return self._connection.run("delete", call) if self._some(keys) else 0
 
     def clear(self, prefix: str) -> int:
-        def call(session: Session, deadline: float) -> int:
+        def call(link: Link, session: Session, deadline: float) -> int:
             request = pb.ClearRequest(session=session.id, prefix=prefix)
-            return int(self._clear(request, timeout=left(deadline)).deleted)
+            return int(link.clear(request, timeout=left(deadline)).deleted)
 
         return self._connection.run("clear", call)
 
     def stats(self) -> BackendStats:
-        def call(session: Session, deadline: float) -> BackendStats:
-            reply = self._stats(pb.StatsRequest(), timeout=left(deadline))
+        def call(link: Link, session: Session, deadline: float) -> BackendStats:
+            reply = link.stats(pb.StatsRequest(), timeout=left(deadline))
             return BackendStats(
                 objects=reply.objects,
                 used_bytes=reply.used_bytes,

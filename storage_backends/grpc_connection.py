@@ -1,6 +1,8 @@
-"""The connection to a daemon: one channel, its session, and what a status means.
+"""The connection to a daemon: its channel, its session, and what a status means.
 
-A daemon that restarts does not know the session; the next call says Hello again.
+A channel that lost its daemon is replaced when the next call comes: gRPC's own reconnecting makes
+progress only while somebody waits on the channel, and calls that fail at once do not wait. A daemon
+that restarted does not know the session; the call says Hello and is made again.
 """
 
 from __future__ import annotations
@@ -28,10 +30,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_MESSAGE = (64 << 20) + wire.MAX_CONTROL_BYTES
+_RECONNECT_S = 0.1  # between attempts; calls in between fail at once
+
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", _MAX_MESSAGE),
     ("grpc.max_send_message_length", _MAX_MESSAGE),
     ("grpc.use_local_subchannel_pool", 1),  # two backends share neither a connection nor its back-off
@@ -71,27 +72,50 @@ class Session:
     max_object: int
 
 
+class Link:
+    """One channel and the methods of the service on it. `users` and `lost` are the Connection's."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self.users = 0  # calls at work
+        self.lost = False
+        self.hello = self._unary("Hello", pb.HelloReply)
+        self.probe = self._unary("Probe", pb.ProbeReply)
+        self.begin_write = self._unary("BeginWrite", pb.BeginWriteReply)
+        self.abort = self._unary("Abort", pb.AbortReply)
+        self.touch = self._unary("Touch", pb.TouchReply)
+        self.delete = self._unary("Delete", pb.DeleteReply)
+        self.clear = self._unary("Clear", pb.ClearReply)
+        self.stats = self._unary("Stats", pb.StatsReply)
+        # Serialized messages: bulk data is spliced in and out by rpc.bulk.
+        self.read: Callable[..., Iterator[bytes]] = self.channel.unary_stream(
+            wire.method("Read"), request_serializer=pb.ReadRequest.SerializeToString
+        )
+        self.commit: Callable[..., pb.CommitReply] = self.channel.stream_unary(
+            wire.method("Commit"), response_deserializer=pb.CommitReply.FromString
+        )
+
+    def _unary(self, name: str, reply: type[Any]) -> Callable[..., Any]:
+        method: Callable[..., Any] = self.channel.unary_unary(
+            wire.method(name),
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=reply.FromString,
+        )
+        return method
+
+
 class Connection:
-    """Thread-safe: `_lock` guards `_session` and `_closed`; no call is made under it."""
+    """Thread-safe: `_lock` guards every field below it and those of links; no call is made under it."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._link: Link | None = None
         self._session: Session | None = None
+        self._lost_at = -_RECONNECT_S
+        self._lost_why = ""
         self._closed = False
-        # Connects when first used, and again by itself.
-        self.channel = grpc.insecure_channel(options.address, options=_CHANNEL_OPTIONS)
-        self._hello = self.unary("Hello", pb.HelloReply)
-
-    def unary(self, name: str, reply: type[Any]) -> Callable[..., Any]:
-        """Return a method of the service that takes and gives one message."""
-        multi_callable: Callable[..., Any] = self.channel.unary_unary(
-            wire.method(name),
-            request_serializer=lambda message: message.SerializeToString(),
-            response_deserializer=reply.FromString,
-        )
-        return multi_callable
 
     @property
     def epoch(self) -> int:
@@ -99,25 +123,70 @@ class Connection:
         session = self._session
         return session.epoch if session else 0
 
-    def run(self, operation: str, call: Callable[[Session, float], T]) -> T:
+    def run(self, operation: str, call: Callable[[Link, Session, float], T]) -> T:
         """Make a call within the time bound, in a new session if the daemon does not know the old one.
 
-        `call` gets the session and the deadline. Raises BackendTimeout and BackendUnavailable.
+        `call` gets the link, the session and the deadline. Raises BackendTimeout and BackendUnavailable.
         """
-        self.check_usable()
         deadline = time.monotonic() + self._options.timeout_s
-        with self.translated(operation):
+        with self.calling(operation) as link:
             session = self._session
             if session is not None:
                 try:
-                    return call(session, deadline)
+                    return call(link, session, deadline)
                 except grpc.RpcError as error:
                     if code(error) is not grpc.StatusCode.NOT_FOUND:
                         raise
-            return call(self.open_session(deadline), deadline)
+            return call(link, self._open_session(link, deadline), deadline)
 
-    def open_session(self, deadline: float) -> Session:
-        """Say Hello. Raises grpc.RpcError and BackendTimeout."""
+    @contextlib.contextmanager
+    def calling(self, operation: str) -> Iterator[Link]:
+        """Lend the link for calls, and turn what gRPC raises into what a backend raises."""
+        what = f"grpc: {operation} at {self._options.address}"
+        link = self._take_link(what)
+        try:
+            yield link
+        except grpc.RpcError as error:
+            status = code(error)
+            if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise BackendTimeout(f"{what} did not end within {self._options.timeout_s:g} s") from error
+            if status is grpc.StatusCode.UNAVAILABLE:
+                self._lose(link, error.details() or status.name)
+            raise BackendUnavailable(f"{what}: {status.name}: {error.details()}") from error
+        except ProtocolViolation as error:
+            raise BackendUnavailable(f"{what}: {error}") from error
+        except ValueError as error:
+            if self._closed:  # how a channel says that it was closed meanwhile
+                raise BackendUnavailable(f"{what}: closed meanwhile") from error
+            raise
+        finally:
+            self._give_back(link)
+
+    def _take_link(self, what: str) -> Link:
+        with self._lock:
+            self.check_usable()
+            if self._link is None:
+                if time.monotonic() - self._lost_at < _RECONNECT_S:
+                    raise BackendUnavailable(f"{what}: a moment ago: {self._lost_why}")
+                self._link = Link(self._options.address)
+            self._link.users += 1
+            return self._link
+
+    def _lose(self, link: Link, why: str) -> None:
+        with self._lock:
+            if link is self._link:
+                self._link = None
+                self._lost_at, self._lost_why = time.monotonic(), why
+            link.lost = True
+
+    def _give_back(self, link: Link) -> None:
+        with self._lock:
+            link.users -= 1
+            finished = link.lost and not link.users
+        if finished:
+            link.channel.close()
+
+    def _open_session(self, link: Link, deadline: float) -> Session:
         options = self._options
         request = pb.HelloRequest(
             protocol_version=wire.PROTOCOL_VERSION,
@@ -129,7 +198,7 @@ class Connection:
             data_planes=[pb.DATA_PLANE_INLINE],
             refuse_other_fingerprint=options.refuse_other_fingerprint,
         )
-        reply: pb.HelloReply = self._hello(request, timeout=left(deadline))
+        reply: pb.HelloReply = link.hello(request, timeout=left(deadline))
         session = Session(
             id=reply.session,
             epoch=reply.epoch,
@@ -146,24 +215,6 @@ class Connection:
             logger.warning("grpc: daemon %s: %s", options.address, reply.notice)
         return session
 
-    @contextlib.contextmanager
-    def translated(self, operation: str) -> Iterator[None]:
-        """Turn what gRPC raises into what a backend raises."""
-        what = f"grpc: {operation} at {self._options.address}"
-        try:
-            yield
-        except grpc.RpcError as error:
-            status = code(error)
-            if status is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise BackendTimeout(f"{what} did not end within {self._options.timeout_s:g} s") from error
-            raise BackendUnavailable(f"{what}: {status.name}: {error.details()}") from error
-        except ProtocolViolation as error:
-            raise BackendUnavailable(f"{what}: {error}") from error
-        except ValueError as error:
-            if self._closed:  # how a channel says that it was closed meanwhile
-                raise BackendUnavailable(f"{what}: closed meanwhile") from error
-            raise
-
     def check_usable(self) -> None:
         """Raise BackendUnavailable after close() and in a forked process."""
         if self._closed:
@@ -172,10 +223,12 @@ class Connection:
             raise BackendUnavailable("grpc: opened in another process; open it after the fork")
 
     def close(self) -> None:
+        """End every call at work. Idempotent."""
         with self._lock:
             self._closed = True
-        if self._pid == os.getpid():
-            self.channel.close()
+            link, self._link = self._link, None
+        if link is not None and self._pid == os.getpid():
+            link.channel.close()
 
 
 def left(deadline: float) -> float:

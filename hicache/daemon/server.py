@@ -46,7 +46,7 @@ class Drained:
 
 
 class Daemon:
-    """One serving daemon. start() once, then drain() once; drain may be called from any thread."""
+    """One serving daemon. start() once, then drain(), from any thread; draining again changes nothing."""
 
     def __init__(
         self, config: ServeConfig, *, backend: StorageBackend | None = None, clock: Clock | None = None
@@ -87,6 +87,8 @@ class Daemon:
         self._metrics_server: tuple[object, threading.Thread] | None = None
         self._stopping = threading.Event()
         self._housekeeper = threading.Thread(target=self._keep_house, name="hicache-housekeeper", daemon=True)
+        self._drain_lock = threading.Lock()  # held for a whole drain
+        self._drained: Drained | None = None
         self.port = 0
         self.metrics_port = -1
 
@@ -123,6 +125,12 @@ class Daemon:
 
     def drain(self) -> Drained:
         """Say NOT_SERVING, refuse new calls, let running ones finish for the drain time, close the store."""
+        with self._drain_lock:
+            if self._drained is None:
+                self._drained = self._drain()
+            return self._drained
+
+    def _drain(self) -> Drained:
         began = time.monotonic()
         self._service.draining = True
         self._health.enter_graceful_shutdown()

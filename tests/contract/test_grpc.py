@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from hicache.config.serve import ServeConfig
-from hicache.config.sizes import ByteSize
 from hicache.daemon.server import Daemon
+from hicache.registry import create_backend
 from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.grpc import GrpcBackend, Options
 from hicache.testing.backend_suite import BackendSuite, CapacitySuite
+from hicache.testing.daemon import running_daemon
 
 
-class TestGrpc(BackendSuite, CapacitySuite):
-    """Clients of one model: they name a fingerprint, which the suite's keys do not begin with."""
+class _OverLoopback(BackendSuite):
+    """Clients of one model: they name a fingerprint, with which the suite's keys do not begin."""
+
+    fingerprint = "f0"
 
     @pytest.fixture(autouse=True)
     def _daemons(self) -> Iterator[None]:
         self.daemons: list[Daemon] = []
-        yield
-        for daemon in self.daemons:
-            daemon.drain()
+        with contextlib.ExitStack() as self.stack:
+            yield
 
-    def start(self, **settings: object) -> Daemon:
-        daemon = Daemon(ServeConfig(port=0, metrics_port=-1, **settings))
-        daemon.start()
-        self.daemons.append(daemon)
-        return daemon
+    def start(self, **settings: object) -> StorageBackend:
+        self.daemons.append(self.stack.enter_context(running_daemon(**settings)))
+        return self.client()
 
-    def client(self, daemon: Daemon) -> StorageBackend:
-        return GrpcBackend.from_options(Options(address=daemon.address, fingerprint="f0"))
-
-    def make_backend(self) -> StorageBackend:
-        return self.client(self.start(capacity=ByteSize(64 << 20)))
+    def client(self) -> StorageBackend:
+        options = Options(address=self.daemons[-1].address, fingerprint=self.fingerprint)
+        return GrpcBackend.from_options(options)
 
     def make_peer(self, backend: StorageBackend) -> StorageBackend:
-        return self.client(self.daemons[-1])
+        return self.client()
+
+
+class TestGrpc(_OverLoopback, CapacitySuite):
+    def make_backend(self) -> StorageBackend:
+        return self.start()
 
     def make_small_backend(self, capacity_bytes: int) -> StorageBackend:
-        capacity = ByteSize(capacity_bytes)
-        return self.client(self.start(capacity=capacity, reservation_bytes=capacity, lease_seconds=0.0))
+        return self.start(capacity=capacity_bytes, reservation_bytes=capacity_bytes, lease_seconds=0.0)
+
+
+class TestGrpcWithSmallMessages(_OverLoopback):
+    """Objects and batches are cut into many messages, and keys have no prefix of their own."""
+
+    fingerprint = ""
+
+    def make_backend(self) -> StorageBackend:
+        return self.start(max_message="4KiB")
+
+
+class TestGrpcOverFiles(_OverLoopback):
+    """The daemon serves a store that it can neither look into nor be told about."""
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+
+    def make_backend(self) -> StorageBackend:
+        return self.start(backend=create_backend("file", {"file_storage_path": str(self.folder)}))

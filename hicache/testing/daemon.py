@@ -1,0 +1,64 @@
+"""A daemon for tests: in this process on a free port, or as a process that can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from hicache.clock import Clock
+from hicache.config.serve import load_serve_config
+from hicache.daemon.server import Daemon
+from hicache.rpc import wire
+from hicache.rpc.v1 import cache_pb2, cache_pb2_grpc
+from hicache.storage_backends.base import StorageBackend
+from hicache.testing.services import HOST, Service
+
+DRAIN_S = 5.0
+
+
+class DaemonProcess(Service):
+    """`hicache serve` as a child process; `arguments` are further flags."""
+
+    executable = "hicache"
+
+    def _command(self) -> list[str]:
+        return [
+            str(Path(sys.executable).with_name(self.executable)),
+            *("serve", "--host", HOST, "--port", str(self.port), "--no-metrics"),
+        ]
+
+
+@contextlib.contextmanager
+def running_daemon(
+    *, backend: StorageBackend | None = None, clock: Clock | None = None, **settings: object
+) -> Iterator[Daemon]:
+    """Serve in this process on free ports until the block ends; `settings` are those of ServeConfig."""
+    flags = {"port": 0, "metrics_port": -1, "capacity": "64MiB", "drain_seconds": DRAIN_S} | settings
+    daemon = Daemon(load_serve_config(None, flags), backend=backend, clock=clock)
+    daemon.start()
+    try:
+        yield daemon
+    finally:
+        daemon.drain()
+
+
+@contextlib.contextmanager
+def generated_client(address: str) -> Iterator[cache_pb2_grpc.CacheStub]:
+    """A client made of the generated code alone, as in another language."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield cache_pb2_grpc.CacheStub(channel)  # type: ignore[no-untyped-call]  # generated
+
+
+def hello(stub: cache_pb2_grpc.CacheStub, **fields: object) -> cache_pb2.HelloReply:
+    """Open a session; `fields` are those of HelloRequest that matter."""
+    request = cache_pb2.HelloRequest(
+        protocol_version=wire.PROTOCOL_VERSION, data_planes=[cache_pb2.DATA_PLANE_INLINE]
+    )
+    for name, value in fields.items():
+        setattr(request, name, value)
+    reply: cache_pb2.HelloReply = stub.Hello(request, timeout=DRAIN_S)
+    return reply
