@@ -298,8 +298,8 @@ def _client(options: Options) -> redis.Redis:
     except ImportError as error:
         raise ConfigError("redis: client library missing; pip install 'hicache-tiered[redis]'") from error
     try:
-        # One retry replaces a pooled connection that a restarted server has closed; a time-out is
-        # not retried, since that would double the bound.
+        # One retry replaces a pooled connection that a restarted server has closed. A time-out is not
+        # retried: nobody waits for the second answer, and it would hold the thread as long again.
         return redis.Redis.from_url(
             options.url,
             socket_timeout=options.timeout_s,

@@ -133,6 +133,23 @@ class TestKeySpace:
         assert read(backend, ["a", "b"], 10) == [None, pattern(10)]
 
 
+class TestFirstWriter:
+    """Two replicas that computed the same page."""
+
+    def test_the_first_commit_stays_and_the_second_is_told(self, server, opened) -> None:
+        """A reader that has verified one copy would be given the other in mid-chain."""
+        first, second = (
+            RedisBackend.from_options(Options(url=server.url, key_prefix="race:")) for _ in range(2)
+        )
+        opened += [first, second]
+        mine, theirs = reserve(first, "a", 10), reserve(second, "a", 10)
+        mine.buffer[:] = pattern(10, 1)
+        theirs.buffer[:] = pattern(10, 2)
+        assert first.commit([mine]) == [WriteOutcome.STORED]
+        assert second.commit([theirs]) == [WriteOutcome.EXISTS]
+        assert read(second, ["a"], 10) == [pattern(10, 1)]
+
+
 class TestLimits:
     """Full means refused, object by object."""
 
