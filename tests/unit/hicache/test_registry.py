@@ -14,11 +14,13 @@ import pytest
 from hicache import registry
 from hicache.errors import ConfigError
 from hicache.registry import available_backends, create_backend, describe_options
+from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.memory import MemoryBackend
 
 BUILT_IN = ("memory", "file", "redis", "mooncake", "grpc")
 THIRD_PARTY = """
 import msgspec
+from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.memory import MemoryBackend
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -154,3 +156,12 @@ def test_an_entry_point_to_something_else_is_refused(provide: object) -> None:
     provide(("theirs", "somebodys_store:Nothing", "dist"))  # type: ignore[operator]
     with pytest.raises(ConfigError, match="from_options"):
         create_backend("theirs", {})
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_name_leads_to_a_backend_of_that_name(name: str) -> None:
+    """A backend that was renamed or moved could not be opened any more."""
+    backend, _ = registry._load(name, registry._sources()[name])
+    assert issubclass(backend, StorageBackend)
+    assert backend.name == name
+    assert describe_options(name)
