@@ -1,1 +1,33 @@
-"""The unified prefix tree: decides what is where, performs nothing."""
+"""The unified prefix tree: metadata only, no bytes moved, no threads."""
+
+from hicache.tree.base import (
+    Evicted,
+    Freed,
+    Inserted,
+    Lease,
+    Match,
+    PathPresence,
+    PathSlots,
+    TreeCore,
+    TreeRules,
+    WritePlan,
+)
+from hicache.tree.eviction import POLICIES, EvictionPolicy, make_policy
+from hicache.tree.unified import UnifiedTree
+
+__all__ = [
+    "POLICIES",
+    "Evicted",
+    "EvictionPolicy",
+    "Freed",
+    "Inserted",
+    "Lease",
+    "Match",
+    "PathPresence",
+    "PathSlots",
+    "TreeCore",
+    "TreeRules",
+    "UnifiedTree",
+    "WritePlan",
+    "make_policy",
+]

@@ -1,0 +1,163 @@
+"""The Python tree core: the contract of `base`, over a `Forest` and the functions of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hicache.tree import growing, integrity, leases, reading, shrinking, writing
+from hicache.tree.base import (
+    Evicted,
+    Freed,
+    Inserted,
+    Lease,
+    Match,
+    PathPresence,
+    PathSlots,
+    TreeCore,
+    TreeRules,
+    WritePlan,
+)
+from hicache.tree.eviction import EvictionPolicy
+from hicache.tree.forest import Forest
+from hicache.types import Component, Slots, Tier, TokenBuffer
+
+
+class UnifiedTree(TreeCore):
+    """One prefix tree per scope over FULL, SWA and MAMBA. Single-threaded.
+
+    `policies` is one policy for all components or one for each. A page that any lease covers stays
+    in the tree; a lease on a tier also keeps it on that tier. Times passed in must not go back.
+    """
+
+    def __init__(
+        self,
+        rules: TreeRules,
+        policies: Mapping[Component, EvictionPolicy] | EvictionPolicy,
+        *,
+        host: bool = True,
+    ) -> None:
+        if not rules.kinds or rules.kinds[0] is not Component.FULL or rules.page_size < 1:
+            raise ValueError(f"a tree needs FULL first and a positive page size, not {rules}")
+        if (Component.SWA in rules.kinds) != (rules.window_pages > 0):
+            raise ValueError(f"a window of {rules.window_pages} pages contradicts {rules.kinds}")
+        self.rules = rules
+        self._forest = Forest(rules, policies, host=host)
+
+    def match(self, scope: bytes, tokens: TokenBuffer, limit: int) -> Match:
+        return reading.match(self._forest, scope, tokens, limit)
+
+    def slots(self, at: Match | Lease, boundary: int) -> PathSlots:
+        return reading.slots(self._forest, at, boundary)
+
+    def presence(self, at: Match) -> PathPresence:
+        return reading.presence(self._forest, at)
+
+    def page_hashes(self, at: Match | Lease, start: int, end: int) -> list[bytes]:
+        return reading.page_hashes(self._forest, at, start, end)
+
+    def resident(self, tier: Tier, component: Component) -> int:
+        return reading.resident(self._forest, tier, component)
+
+    def evictable(self, tier: Tier, component: Component) -> int:
+        return leases.evictable(self._forest, tier, component)
+
+    def lock(
+        self,
+        at: Match | Lease,
+        boundary: int,
+        tier: Tier,
+        *,
+        swa_start: int | None = None,
+        states: Sequence[int] | None = None,
+    ) -> Lease:
+        return leases.lock(self._forest, at, boundary, tier, swa_start=swa_start, states=states)
+
+    def release(self, lease: Lease) -> None:
+        leases.release(self._forest, lease)
+
+    def touch(self, lease: Lease, now: float, *, priority: int = 0) -> None:
+        leases.touch(self._forest, lease, now, priority=priority)
+
+    def insert(
+        self,
+        lease: Lease,
+        tokens: TokenBuffer,
+        start: int,
+        end: int,
+        *,
+        full: Slots,
+        swa: Slots | None = None,
+        states: Sequence[tuple[int, int]] = (),
+        now: float = 0.0,
+        priority: int = 0,
+    ) -> Inserted:
+        return growing.insert(
+            self._forest,
+            lease,
+            tokens,
+            start,
+            end,
+            full=full,
+            swa=swa,
+            states=states,
+            now=now,
+            priority=priority,
+        )
+
+    def insert_host(
+        self,
+        scope: bytes,
+        tokens: TokenBuffer,
+        start: int,
+        end: int,
+        *,
+        full: Slots,
+        swa: Slots | None = None,
+        states: Sequence[tuple[int, int]] = (),
+        now: float = 0.0,
+        stored: bool = True,
+    ) -> dict[Component, Slots]:
+        return growing.insert_host(
+            self._forest,
+            scope,
+            tokens,
+            start,
+            end,
+            full=full,
+            swa=swa,
+            states=states,
+            now=now,
+            stored=stored,
+        )
+
+    def plan_write(self, lease: Lease, target: Tier, *, min_hits: int = 0) -> WritePlan:
+        return writing.plan_write(self._forest, lease, target, min_hits=min_hits)
+
+    def begin_write(self, lease: Lease, plan: WritePlan) -> Lease:
+        return writing.begin_write(self._forest, lease, plan)
+
+    def end_write(
+        self, lease: Lease, plan: WritePlan, outcome: Mapping[Component, Slots]
+    ) -> dict[Component, Slots]:
+        return writing.end_write(self._forest, lease, plan, outcome)
+
+    def forget_stored(self, at: Match | Lease, component: Component, positions: Sequence[int]) -> None:
+        writing.forget_stored(self._forest, at, component, positions)
+
+    def coldest_unwritten(self, tier: Tier, count: int) -> list[Lease]:
+        return writing.coldest_unwritten(self._forest, tier, count)
+
+    def evict(self, tier: Tier, component: Component, count: int) -> Evicted:
+        return shrinking.evict(self._forest, tier, component, count)
+
+    def reclaim_duplicates(self, count: int) -> Slots:
+        return shrinking.reclaim_duplicates(self._forest, count)
+
+    def drop_all(self) -> Freed:
+        return shrinking.drop_all(self._forest)
+
+    def owned(self, tier: Tier, component: Component) -> Slots:
+        return integrity.owned(self._forest, tier, component)
+
+    def check_integrity(self) -> None:
+        integrity.check_integrity(self._forest)

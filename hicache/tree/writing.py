@@ -1,0 +1,369 @@
+"""Writing down: what a tier lacks of a path, what is in flight, and what became of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+from hicache.errors import InvariantViolation
+from hicache.tree.base import Lease, Match, WritePlan
+from hicache.tree.forest import Forest
+from hicache.tree.leases import checked, lock, release
+from hicache.tree.node import STORED, Node, TreeLease, writing_bit
+from hicache.tree.reading import check_boundary, page_hashes, path_to, reach_of
+from hicache.tree.shrinking import device_floor, tree_floor
+from hicache.types import NO_SLOT, Component, Slots, Tier
+
+
+def source_of(target: Tier) -> Tier:
+    """Return the tier above a write's target."""
+    if target is Tier.HOST:
+        return Tier.DEVICE
+    if target is Tier.STORAGE:
+        return Tier.HOST
+    raise ValueError(f"nothing is written down to {target!r}")
+
+
+def plan_write(f: Forest, lease: Lease, target: Tier, *, min_hits: int = 0) -> WritePlan:
+    """List what the target lacks; only below a FULL run that the target has or will have."""
+    held = checked(f, lease)
+    source = source_of(target)
+    path = path_to(held.node, held.depth)
+    pages: dict[Component, Slots] = {component: array("i") for component in f.rules.kinds}
+    slots: dict[Component, Slots] = {component: array("i") for component in f.rules.kinds}
+    plan = WritePlan(source, pages, slots)
+    depth = _worth(path, held.depth, min_hits)
+    reach = 0
+    for node in path:
+        end = min(node.end, depth)
+        if end <= node.start:
+            break
+        reach = _plan_full(node, end, target, pages[Component.FULL], slots[Component.FULL])
+        if f.swa:
+            _plan_swa(node, reach, target, pages[Component.SWA], slots[Component.SWA])
+        if f.mamba:
+            _plan_states(node, reach, target, pages[Component.MAMBA], slots[Component.MAMBA])
+        if reach < end:
+            break
+    if target is Tier.STORAGE and plan.count:
+        _add_hashes(f, held, plan)
+    return plan
+
+
+def _worth(path: Sequence[Node], depth: int, min_hits: int) -> int:
+    """Return how many leading pages have at least `min_hits` hits."""
+    if min_hits <= 0:
+        return depth
+    for node in path:
+        cold = node.first_colder(min_hits)
+        if cold < min(node.end, depth):
+            return cold
+    return depth
+
+
+def _plan_full(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> int:
+    """Add a node's FULL pages before `end`; return where the run that the target can have ends."""
+    base = node.start
+    flags = node.flags
+    if target is Tier.HOST:
+        stop = min(end, node.device_end)
+        host = node.host
+        if host is None and (flags is None or not any(flags)):
+            pages.extend(range(base, stop))
+            slots.extend(node.device[: stop - base])
+            return end
+        for i in range(stop - base):
+            if (host is None or host[i] == NO_SLOT) and not (flags and flags[i] & writing_bit(target)):
+                pages.append(base + i)
+                slots.append(node.device[i])
+        return end
+    busy = STORED | writing_bit(target)
+    for i in range(end - base):
+        if flags is not None and flags[i] & busy:
+            continue
+        if node.host is None or node.host[i] == NO_SLOT:
+            return base + i
+        pages.append(base + i)
+        slots.append(node.host[i])
+    return end
+
+
+def _plan_swa(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> None:
+    swa = node.swa
+    assert swa is not None
+    base = node.start
+    source = source_of(target)
+    vector = swa.device if source is Tier.DEVICE else swa.host
+    if vector is None:
+        return
+    busy = writing_bit(target) | (STORED if target is Tier.STORAGE else 0)
+    has = swa.has(source)
+    i = has.find(1, 0, end - base)
+    while i >= 0:
+        there = target is Tier.HOST and swa.host is not None and swa.host[i] != NO_SLOT
+        if not there and not (swa.flags is not None and swa.flags[i] & busy):
+            pages.append(base + i)
+            slots.append(vector[i])
+        i = has.find(1, i + 1, end - base)
+
+
+def _plan_states(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> None:
+    source = source_of(target)
+    busy = writing_bit(target) | (STORED if target is Tier.STORAGE else 0)
+    for state in node.states:
+        if state.at > end:
+            break
+        there = target is Tier.HOST and state.slots[Tier.HOST] >= 0
+        if state.slots[source] >= 0 and not there and not state.flags & busy:
+            pages.append(state.at)
+            slots.append(state.slots[source])
+
+
+def _add_hashes(f: Forest, lease: TreeLease, plan: WritePlan) -> None:
+    """Name each planned object: a page by its own digest, a state by that of the page it ends."""
+    last = max(
+        (positions[-1] + (component is not Component.MAMBA))
+        for component, positions in plan.pages.items()
+        if positions
+    )
+    first = min(
+        (positions[0] - (component is Component.MAMBA))
+        for component, positions in plan.pages.items()
+        if positions
+    )
+    digests = page_hashes(f, lease, first, last)
+    for component, positions in plan.pages.items():
+        shift = first + (component is Component.MAMBA)
+        plan.hashes[component] = [digests[at - shift] for at in positions]
+
+
+def begin_write(f: Forest, lease: Lease, plan: WritePlan) -> Lease:
+    """Mark a plan as in flight, and protect its source pages for as long as it is."""
+    held = checked(f, lease)
+    if plan.source not in (Tier.DEVICE, Tier.HOST):
+        raise ValueError(f"nothing is written down from {plan.source!r}")
+    full = plan.pages.get(Component.FULL, ())
+    swa = plan.pages.get(Component.SWA, ())
+    states = plan.pages.get(Component.MAMBA, ())
+    depth = max((full[-1] + 1) if full else 0, (swa[-1] + 1) if swa else 0, states[-1] if states else 0)
+    cover = lock(f, held, depth, plan.source, swa_start=swa[0] if swa else depth, states=tuple(states))
+    bit = writing_bit(Tier(plan.source + 1))
+    path = path_to(cover.node, depth)
+    _flag_pages(path, full, Component.FULL, bit)
+    _flag_pages(path, swa, Component.SWA, bit)
+    for state_at in states:
+        state = _node_of(path, state_at - 1).state(state_at)
+        if state is None:
+            raise InvariantViolation(f"the planned state at {state_at} is gone")
+        state.flags |= bit
+    return cover
+
+
+def _node_of(path: Sequence[Node], page: int) -> Node:
+    for node in reversed(path):
+        if node.start <= page < node.end:
+            return node
+    raise InvariantViolation(f"page {page} is not on the path")
+
+
+def _flags(node: Node, component: Component) -> bytearray:
+    if component is Component.FULL:
+        return node.make_flags()
+    assert node.swa is not None
+    return node.swa.make_flags()
+
+
+def _flag_pages(path: Sequence[Node], pages: Sequence[int], component: Component, bit: int) -> None:
+    i = 0
+    for node in path:
+        if i == len(pages):
+            return
+        if pages[i] >= node.end:
+            continue
+        flags = _flags(node, component)
+        while i < len(pages) and pages[i] < node.end:
+            flags[pages[i] - node.start] |= bit
+            i += 1
+
+
+def end_write(
+    f: Forest, lease: Lease, plan: WritePlan, outcome: Mapping[Component, Slots]
+) -> dict[Component, Slots]:
+    """Publish what was written, clear what was in flight, and release the transfer's lease."""
+    held = checked(f, lease)
+    target = Tier(plan.source + 1)
+    path = path_to(held.node, held.depth)
+    refused: dict[Component, Slots] = {}
+    for component, positions in plan.pages.items():
+        results = outcome.get(component, ())
+        if len(results) != len(positions):
+            raise ValueError(f"{len(results)} outcomes for {len(positions)} pages of {component.name}")
+    for component, positions in plan.pages.items():
+        if not positions:
+            continue
+        left = array("i")
+        results = outcome[component]
+        if component is Component.MAMBA:
+            for at, result in zip(positions, results, strict=True):
+                _end_state(f, _node_of(path, at - 1), at, target, result, left)
+        else:
+            _end_pages(f, path, component, target, positions, results, left)
+        if left:
+            refused[component] = left
+    release(f, held)
+    return refused
+
+
+def _end_pages(
+    f: Forest,
+    path: Sequence[Node],
+    component: Component,
+    target: Tier,
+    positions: Slots,
+    results: Slots,
+    left: Slots,
+) -> None:
+    i = 0
+    keep = ~writing_bit(target)
+    for node in path:
+        first = i
+        while i < len(positions) and positions[i] < node.end:
+            i += 1
+        if i == first:
+            continue
+        flags = _flags(node, component)
+        for at, result in zip(positions[first:i], results[first:i], strict=True):
+            flags[at - node.start] &= keep
+            if result < 0:
+                continue
+            if target is Tier.STORAGE:
+                flags[at - node.start] |= STORED
+            elif not _publish(f, node, component, at, result):
+                left.append(result)
+        if target is Tier.HOST:
+            _published(f, node, component, positions[first], positions[i - 1] + 1)
+
+
+def _publish(f: Forest, node: Node, component: Component, at: int, slot: int) -> bool:
+    """Give a page its host slot, unless it got one meanwhile or lost its source."""
+    if component is Component.FULL:
+        host = node.make_host()
+        if host[at - node.start] != NO_SLOT:
+            return False
+        host[at - node.start] = slot
+        node.host_count += 1
+    else:
+        assert node.swa is not None
+        if node.swa.slot(Tier.HOST, at) >= 0 or node.swa.slot(Tier.DEVICE, at) < 0:
+            return False
+        node.swa.put(Tier.HOST, at, array("i", [slot]))
+    f.resident[Tier.HOST][component] += 1
+    return True
+
+
+def _published(f: Forest, node: Node, component: Component, start: int, end: int) -> None:
+    if component is Component.FULL:
+        if node.device and node.host_count:
+            f.copied[node] = None
+        f.offer(node)
+    elif node.swa is not None:
+        for run in node.swa.runs:
+            if run.start < end and run.end > start:
+                f.offer_run(run)
+
+
+def _end_state(f: Forest, node: Node, at: int, target: Tier, result: int, left: Slots) -> None:
+    state = node.state(at)
+    if state is None:
+        raise InvariantViolation(f"the state at {at} vanished while it was being written")
+    state.flags &= ~writing_bit(target)
+    if result < 0:
+        return
+    if target is Tier.STORAGE:
+        state.flags |= STORED
+    elif state.slots[Tier.HOST] >= 0:
+        left.append(result)
+    else:
+        state.slots[Tier.HOST] = result
+        f.resident[Tier.HOST][Component.MAMBA] += 1
+        f.states[Tier.HOST].offer(state)
+
+
+def forget_stored(f: Forest, at: Match | Lease, component: Component, positions: Sequence[int]) -> None:
+    """Clear the belief that pages or states are in storage."""
+    mamba = component is Component.MAMBA
+    path = path_to(at.node, reach_of(at))
+    for position in positions:
+        page = position - 1 if mamba else position
+        check_boundary(at, page + 1)
+        node = _node_of(path, page)
+        if mamba:
+            state = node.state(position)
+            if state is not None:
+                state.flags &= ~STORED
+        elif component is Component.SWA and node.swa is not None and node.swa.flags is not None:
+            node.swa.flags[page - node.start] &= ~STORED
+        elif component is Component.FULL and node.flags is not None:
+            node.flags[page - node.start] &= ~STORED
+    f.version += 1
+
+
+def coldest_unwritten(f: Forest, tier: Tier, count: int) -> list[Lease]:
+    """Lock the coldest tails, up to `count` pages in all, that hold a page without a copy below.
+
+    Walks whole nodes in eviction order; pages that are clean already count towards `count`.
+    """
+    target = Tier(tier + 1)
+    heap = f.full[tier]
+    seen: list[Node] = []
+    leases: list[Lease] = []
+    left = count
+    while left > 0:
+        node = heap.pop()
+        if node is None:
+            break
+        seen.append(node)
+        if tier is Tier.DEVICE:
+            end, first = node.device_end, node.start
+            candidate = not node.device_children
+            held = device_floor(node, end)[0]
+        else:
+            end, first = node.end, node.device_end
+            candidate = not node.children
+            held = tree_floor(node, end)[0]
+        low = max(first, held, end - left)
+        if node.parent is None or not candidate or low >= end:
+            continue
+        left -= end - low
+        if _lacks_copy(node, low, end, target):
+            leases.append(_lock_tail(f, node, end, tier))
+    for node in seen:
+        f.offer(node)
+    return leases
+
+
+def _lacks_copy(node: Node, start: int, end: int, target: Tier) -> bool:
+    base = node.start
+    if target is Tier.HOST:
+        host = node.host[start - base : end - base] if node.host is not None else (NO_SLOT,)
+        if NO_SLOT not in host:
+            return False
+        flags = node.flags
+        return flags is None or any(
+            (node.host is None or node.host[i] == NO_SLOT) and not flags[i] & writing_bit(target)
+            for i in range(start - base, end - base)
+        )
+    busy = STORED | writing_bit(target)
+    flags = node.flags
+    return flags is None or any(not flag & busy for flag in flags[start - base : end - base])
+
+
+def _lock_tail(f: Forest, node: Node, depth: int, tier: Tier) -> Lease:
+    at = Match()
+    at.node = node
+    at.full = depth
+    root = node
+    while root.parent is not None:
+        root = root.parent
+    at.scope = root.scope
+    return lock(f, at, depth, tier)
