@@ -417,8 +417,11 @@ class HiCache:
     def flush_dirty(self, timeout_s: float) -> int:
         """Write down what tiers below lack; returns pages that L2 still does not have when time is up."""
         until = self.clock.now() + timeout_s
-        while self._writing.flush() and self.settle(until - self.clock.now()):
-            pass
+        stored, rounds = -1, 0  # rounds that stored nothing: a full host would trade copies for ever
+        while rounds < 3 and self._writing.flush() and self.settle(until - self.clock.now()):
+            now_stored = sum(self.stats.stored_pages.values())
+            rounds = 0 if now_stored > stored else rounds + 1
+            stored = now_stored
         lost = 0
         for lease in self.tree.coldest_unwritten(Tier.DEVICE, 1 << 30):
             lost += len(self.tree.plan_write(lease, Tier.HOST).pages.get(FULL, ()))

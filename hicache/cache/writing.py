@@ -52,6 +52,7 @@ class WriteDown:
         self._hits = hits_to_write(config.hicache_write_policy)
         self._storing = 0  # FULL pages of stores in flight
         self._writes: dict[int, _HostWrite] = {}
+        self._reserve_due = False  # something was committed or admitted since the last round
         host = pools.capacity(Tier.HOST, Component.FULL)
         self._has_host = host > 0
         self._store_limit = max(1, int(host * config.store_host_share))
@@ -64,6 +65,7 @@ class WriteDown:
 
     def committed(self, lease: Lease) -> None:
         """Pages of a request reached the tree: write what the policy wants below them."""
+        self._reserve_due = True
         if self._has_host and self._hits is not None:
             self._write_to_host(lease, self._hits)
 
@@ -73,9 +75,14 @@ class WriteDown:
             self._store(lease, self._hits, attempt=1)
 
     def keep_reserve(self) -> None:
-        """write_back: write the next victims of each tier before they must go."""
-        if self._hits is not None or not self._has_host:
+        """write_back: write the next victims of each tier before they must go.
+
+        One round per change of the tree from outside: a write into a full host takes the copies of other
+        device pages, which another round would want to write again, and so on for ever.
+        """
+        if self._hits is not None or not self._has_host or not self._reserve_due or self._writes:
             return
+        self._reserve_due = False
         for lease in self._tree.coldest_unwritten(Tier.DEVICE, self._reserve[Tier.DEVICE]):
             self._write_to_host(lease, 0)
             self._tree.release(lease)
