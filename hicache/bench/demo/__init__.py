@@ -1,0 +1,1 @@
+"""`make demo`: two replicas share one daemon, on recorded traffic; every number shown is also asserted."""

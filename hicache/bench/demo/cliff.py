@@ -1,0 +1,64 @@
+"""The last act: the hit rate of growing conversations, round by round, with one tier, two and three."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from hicache.bench.demo.checks import Checks
+from hicache.bench.demo.processes import DemoFailed
+
+ALIVE, DEAD, NEAR_CEILING = 0.5, 0.05, 0.02  # hit rates
+# Sixteen conversations of up to 16 k tokens: 64 k tokens of L1 hold four rounds of them, L2 eight.
+_SETTING = (
+    *("--components", "full+swa+mamba", "--page-size", "64"),
+    *("--max-total-tokens", "65536", "--hicache-ratio", "2"),
+    *("--num-clients", "16", "--num-rounds", "16", "--request-length", "1024", "--output-length", "16"),
+    *("--max-parallel", "2", "--request-rate", "inf"),
+    *("--enable-round-barrier", "--ready-queue-policy", "fifo", "--eviction-policy", "lru"),
+)
+
+
+def show_cliff(console: Console, checks: Checks, out: Path) -> None:
+    """Run the workload in virtual time, and check where each tier set falls."""
+    data, plot = out / "multi-turn.json", out / "multi-turn.png"
+    arguments = [
+        *("bench", "multi-turn", "--engine", "virtual", *_SETTING, "--tiers", "l1,l1+l2,l1+l2+l3"),
+        *("--json", str(data), "--plot", str(plot)),
+    ]
+    console.print(
+        f"  [dim]$[/dim] {escape('hicache ' + ' '.join(arguments))}", soft_wrap=True, highlight=False
+    )
+    command = [sys.executable, "-c", "from hicache.cli.main import main; main()", *arguments]
+    if subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
+        raise DemoFailed("the benchmark failed; its message is above")
+    runs = {run["tiers"]: run["rounds"] for run in json.loads(data.read_text())["runs"]}
+    falls = {tiers: _fall(rounds) for tiers, rounds in runs.items()}
+    l1, l1_l2 = falls["l1"], falls["l1+l2"]
+    checks.that(l1 is not None, f"L1 alone falls off its cliff at round {l1}")
+    checks.that(
+        l1 is not None and l1_l2 is not None and l1_l2 > l1, f"with L2 the cliff moves to round {l1_l2}"
+    )
+    last = runs["l1+l2+l3"][-1]
+    checks.that(
+        falls["l1+l2+l3"] is None and last["ceiling"] - last["hit_rate"] < NEAR_CEILING,
+        f"with L3 there is none: {100 * last['hit_rate']:.1f} % in the last round, "
+        f"where {100 * last['ceiling']:.1f} % is possible",
+    )
+    checks.that(plot.is_file() and plot.stat().st_size > 0, f"the plot is in {plot}")
+
+
+def _fall(rounds: Sequence[Mapping[str, float]]) -> int | None:
+    """The first round from which on (nearly) nothing is hit, after rounds that hit; None if there is none."""
+    dead = [int(row["round"]) for row in rounds if row["round"] > 0 and row["hit_rate"] < DEAD]
+    if not dead or rounds[-1]["hit_rate"] >= DEAD:
+        return None
+    first = min(dead)
+    before = [row["hit_rate"] for row in rounds if 0 < row["round"] < first]
+    return first if before and max(before) > ALIVE else None
