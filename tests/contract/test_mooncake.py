@@ -186,6 +186,28 @@ class TestStore:
         assert stats.details["state"] == "up"
 
 
+class TestOwnSegment:
+    """A client that gives memory of its own to the pool, which is the default."""
+
+    def test_what_a_leaving_client_held_becomes_a_miss_for_the_others(
+        self, master: MooncakeMaster, owner: MooncakeOwner, backend: StorageBackend
+    ) -> None:
+        """Scaling replicas down would turn hits into errors, or into other bytes."""
+        leaving = MooncakeBackend.from_options(
+            options(master, global_segment_size="64 MB", staging_bytes=64 << 20)
+        )
+        assert leaving.stats().capacity_bytes == SEGMENT_BYTES + (64 << 20)
+        objects = {f"own{i}": pattern(500_000 + i, i) for i in range(40)}
+        assert set(write(leaving, objects).values()) == {WriteOutcome.STORED}
+        assert read(backend, list(objects), 600_000) == list(objects.values())
+        leaving.close()
+        left = read(backend, list(objects), 600_000)
+        assert None in left
+        assert all(seen in (None, data) for seen, data in zip(left, objects.values(), strict=True))
+        assert write(backend, {"own-after": pattern(10)}) == {"own-after": WriteOutcome.STORED}
+        backend.clear("own")
+
+
 class TestDirectReads:
     """Reading into the caller's own registered memory."""
 
