@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from hicache.errors import HiCacheError
 MAX_NEW_TOKENS = 8
 _SESSIONS = 4
 _SHARED = 6  # requests of each session that both replicas get before the daemon is killed
-_SCALE = Scale(block_tokens=8, vocab=VOCAB, requests=10)
+_REQUESTS = 10  # of each session
 
 
 @dataclass(slots=True)
@@ -215,12 +216,21 @@ def _table(demo: Demo, groups: Iterable[tuple[str, Sequence[Answer]]]) -> None:
 @click.option(
     "--out", default="out/demo", show_default=True, type=click.Path(path_type=Path), help="Logs and the plot."
 )
-def main(folder: Path, out: Path) -> None:
+@click.option(
+    "--block-tokens",
+    default=8,
+    show_default=True,
+    type=click.IntRange(2, 8),
+    help="Tokens that stand for a recorded block of 64; fewer is faster.",
+)
+def main(folder: Path, out: Path, block_tokens: int) -> None:
     """Two replicas share one daemon, on recorded traffic; exits non-zero if a promise is broken."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that every process ends
     console = make_console()
     checks = Checks(console)
     started = time.monotonic()
-    sessions = {path.stem: read_session(path, _SCALE) for path in sorted(folder.glob("*.json"))[:_SESSIONS]}
+    scale = Scale(block_tokens=block_tokens, vocab=VOCAB, requests=_REQUESTS)
+    sessions = {path.stem: read_session(path, scale) for path in sorted(folder.glob("*.json"))[:_SESSIONS]}
     if len(sessions) < _SESSIONS:
         raise click.UsageError(f"--sessions {folder}: {len(sessions)} sessions, {_SESSIONS} are needed")
     try:
