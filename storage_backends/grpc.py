@@ -9,7 +9,9 @@ in the process that uses it; elsewhere every call raises BackendUnavailable.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,11 +19,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import grpc
-import numpy as np
 
 from hicache.errors import BackendError
 from hicache.rpc import bulk
 from hicache.rpc.v1 import cache_pb2 as pb
+from hicache.storage_backends.arena import Arena, Span
 from hicache.storage_backends.base import (
     BackendStats,
     Reservation,
@@ -50,13 +52,14 @@ class _Staged:
 
     session: Session
     number: int
+    span: Span
     live: bool = True
 
 
 class GrpcBackend(StorageBackend):
     """One daemon.
 
-    Thread-safe: `_lock` guards the staged bytes and the tokens; no call is made under it.
+    Thread-safe: `_lock` guards the tokens; no call is made under it.
     Bytes reach the caller's memory on the caller's own thread only, so time-outs settle.
     """
 
@@ -66,7 +69,9 @@ class GrpcBackend(StorageBackend):
     def __init__(self, options: Options) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self._staged = 0  # bytes; Invariant: sum over live reservations, at most staging_bytes
+        # Mapped once and used again from its start, so that only its first use pays for fresh pages.
+        self._memory = memoryview(mmap.mmap(-1, options.staging_bytes))
+        self._staging = Arena(0, options.staging_bytes)
         self._connection = Connection(options)
 
     @classmethod
@@ -116,63 +121,40 @@ class GrpcBackend(StorageBackend):
 
         def call(link: Link, session: Session, deadline: float) -> list[Reservation | WriteOutcome]:
             answers: list[Reservation | WriteOutcome] = [WriteOutcome.NO_SPACE] * len(keys)
-            wanted = [index for index, size in enumerate(sizes) if size <= session.max_object]
-            for part in _slices(len(wanted), session.max_keys):
-                self._begin_part(link, session, keys, sizes, wanted[part], answers, deadline)
+            spans = self._stage(sizes, session.max_object)
+            staged = list(spans)
+            try:
+                for part in _slices(len(staged), session.max_keys):
+                    indices = staged[part]
+                    request = pb.BeginWriteRequest(
+                        session=session.id, keys=[keys[i] for i in indices], sizes=[sizes[i] for i in indices]
+                    )
+                    reply = link.begin_write(request, timeout=left(deadline))
+                    for i, number, outcome in zip(indices, reply.reservations, reply.outcomes, strict=True):
+                        if number:
+                            token = _Staged(session, number, spans.pop(i))
+                            answers[i] = Reservation(keys[i], self._view(token.span), token)
+                        else:
+                            answers[i] = _OUTCOMES.get(outcome, WriteOutcome.FAILED)
+            except BaseException:
+                # What the daemon granted so far lapses there by itself.
+                spans |= {
+                    i: _token(one).span for i, one in enumerate(answers) if isinstance(one, Reservation)
+                }
+                raise
+            finally:
+                for span in spans.values():
+                    self._staging.give_back(span)
             return answers
 
         return self._connection.run("begin_write", call) if self._some(keys) else []
 
-    def _begin_part(
-        self,
-        link: Link,
-        session: Session,
-        keys: Sequence[str],
-        sizes: Sequence[int],
-        wanted: Sequence[int],
-        answers: list[Reservation | WriteOutcome],
-        deadline: float,
-    ) -> None:
-        """Fill `answers` at the indices `wanted`."""
-        wanted = self._stage(wanted, sizes)
-        if not wanted:
-            return
-        request = pb.BeginWriteRequest(
-            session=session.id, keys=[keys[i] for i in wanted], sizes=[sizes[i] for i in wanted]
-        )
-        kept = 0
-        try:
-            reply = link.begin_write(request, timeout=left(deadline))
-            granted = [i for i, number in zip(wanted, reply.reservations, strict=True) if number]
-            room = memoryview(np.empty(sum(sizes[i] for i in granted), dtype=np.uint8))  # type: ignore[arg-type]
-            for index, number, outcome in zip(wanted, reply.reservations, reply.outcomes, strict=True):
-                if number:
-                    buffer, room = room[: sizes[index]], room[sizes[index] :]
-                    answers[index] = Reservation(keys[index], buffer, _Staged(session, number))
-                    kept += sizes[index]
-                else:
-                    answers[index] = _OUTCOMES.get(outcome, WriteOutcome.FAILED)
-        finally:
-            with self._lock:
-                self._staged -= sum(sizes[i] for i in wanted) - kept
-
-    def _stage(self, wanted: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Count what fits into the staging memory and return its indices."""
-        fitting = []
-        with self._lock:
-            for index in wanted:
-                if self._staged + sizes[index] <= self._options.staging_bytes:
-                    self._staged += sizes[index]
-                    fitting.append(index)
-        return fitting
-
     def commit(self, reservations: Sequence[Reservation]) -> list[WriteOutcome]:
         outcomes = [WriteOutcome.FAILED] * len(reservations)
-        live = self._take(reservations)
         deadline = time.monotonic() + self._options.timeout_s
-        with self._connection.calling("commit") as link:
+        with self._ending(reservations) as live, self._connection.calling("commit") as link:
             for indices in _by_session(reservations, live):
-                messages = _messages([reservations[i] for i in indices])
+                messages = self._messages([reservations[i] for i in indices])
                 try:
                     reply = link.commit(messages, timeout=left(deadline))
                 except grpc.RpcError as error:
@@ -184,29 +166,58 @@ class GrpcBackend(StorageBackend):
         return outcomes
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
-        live = self._take(reservations)
         deadline = time.monotonic() + self._options.timeout_s
-        for indices in _by_session(reservations, live):
-            tokens = [_token(reservations[i]) for i in indices]
-            request = pb.AbortRequest(session=tokens[0].session.id, reservations=[t.number for t in tokens])
-            try:
-                with self._connection.calling("abort") as link:
-                    link.abort(request, timeout=left(deadline))
-            except BackendError as error:
-                logger.debug("grpc: abort was not heard, the daemon takes the room back by itself: %s", error)
+        with self._ending(reservations) as live:
+            for indices in _by_session(reservations, live):
+                tokens = [_token(reservations[i]) for i in indices]
+                request = pb.AbortRequest(
+                    session=tokens[0].session.id, reservations=[token.number for token in tokens]
+                )
+                try:
+                    with self._connection.calling("abort") as link:
+                        link.abort(request, timeout=left(deadline))
+                except BackendError as error:
+                    logger.debug("grpc: an abort was not heard; the daemon takes the room back: %s", error)
 
-    def _take(self, reservations: Sequence[Reservation]) -> list[int]:
-        """End reservations on this side; return the indices of those that were live."""
+    def _stage(self, sizes: Sequence[int], most: int) -> dict[int, Span]:
+        """Take memory for objects of at most `most` bytes; return spans by index, as far as there is room."""
+        spans: dict[int, Span] = {}
+        for index, size in enumerate(sizes):
+            if size <= most and (span := self._staging.try_take(size)) is not None:
+                spans[index] = span
+        return spans
+
+    def _view(self, span: Span) -> memoryview:
+        return self._memory[span.offset : span.offset + span.size_bytes]
+
+    @contextlib.contextmanager
+    def _ending(self, reservations: Sequence[Reservation]) -> Iterator[list[int]]:
+        """End reservations on this side; yield the indices of those that were live; then free their memory.
+
+        A call that timed out sends nothing more, so its memory may be used again at once.
+        """
         self._connection.check_usable()
-        taken = []
+        live = []
         with self._lock:
             for index, reservation in enumerate(reservations):
                 token = _token(reservation)
                 if token.live:
                     token.live = False
-                    self._staged -= len(reservation.buffer)
-                    taken.append(index)
-        return taken
+                    live.append(index)
+        try:
+            yield live
+        finally:
+            for index in live:
+                self._staging.give_back(_token(reservations[index]).span)
+
+    def _messages(self, batch: Sequence[Reservation]) -> Iterator[bytes]:
+        tokens = [_token(reservation) for reservation in batch]
+        return bulk.upload(
+            tokens[0].session.id,
+            [token.number for token in tokens],
+            [self._view(token.span) for token in tokens],
+            max_message=tokens[0].session.max_message,
+        )
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -279,16 +290,6 @@ def _by_session(reservations: Sequence[Reservation], live: Sequence[int]) -> Ite
     for session, indices in groups.items():
         for part in _slices(len(indices), session.max_keys):
             yield indices[part]
-
-
-def _messages(batch: Sequence[Reservation]) -> Iterator[bytes]:
-    tokens = [_token(reservation) for reservation in batch]
-    return bulk.upload(
-        tokens[0].session.id,
-        [token.number for token in tokens],
-        [reservation.buffer for reservation in batch],
-        max_message=tokens[0].session.max_message,
-    )
 
 
 def _slices(count: int, most: int) -> Iterator[slice]:

@@ -60,7 +60,10 @@ def serve(
 
 
 def _run(settings: ServeConfig, ready_file: Path | None) -> None:
+    from hicache.daemon.heap import keep_freed_memory
     from hicache.daemon.server import Daemon, run
+
+    keep_freed_memory()
 
     stop = threading.Event()
 

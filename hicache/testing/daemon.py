@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import grpc
@@ -17,7 +19,7 @@ from hicache.rpc.v1 import cache_pb2, cache_pb2_grpc
 from hicache.storage_backends.base import StorageBackend
 from hicache.testing.services import HOST, Service
 
-DRAIN_S = 5.0
+BOUND_S = 15.0  # of calls and waits; far more than any takes
 
 
 class DaemonProcess(Service):
@@ -37,7 +39,7 @@ def running_daemon(
     *, backend: StorageBackend | None = None, clock: Clock | None = None, **settings: object
 ) -> Iterator[Daemon]:
     """Serve in this process on free ports until the block ends; `settings` are those of ServeConfig."""
-    flags = {"port": 0, "metrics_port": -1, "capacity": "64MiB", "drain_seconds": DRAIN_S} | settings
+    flags = {"port": 0, "metrics_port": -1, "capacity": "64MiB", "drain_seconds": 5.0} | settings
     daemon = Daemon(load_serve_config(None, flags), backend=backend, clock=clock)
     daemon.start()
     try:
@@ -60,5 +62,39 @@ def hello(stub: cache_pb2_grpc.CacheStub, **fields: object) -> cache_pb2.HelloRe
     )
     for name, value in fields.items():
         setattr(request, name, value)
-    reply: cache_pb2.HelloReply = stub.Hello(request, timeout=DRAIN_S)
+    reply: cache_pb2.HelloReply = stub.Hello(request, timeout=BOUND_S)
     return reply
+
+
+def begin(
+    stub: cache_pb2_grpc.CacheStub, session: int, objects: Mapping[str, int]
+) -> cache_pb2.BeginWriteReply:
+    """Reserve room for objects of the given sizes."""
+    request = cache_pb2.BeginWriteRequest(session=session, keys=list(objects), sizes=list(objects.values()))
+    reply: cache_pb2.BeginWriteReply = stub.BeginWrite(request, timeout=BOUND_S)
+    return reply
+
+
+def present(stub: cache_pb2_grpc.CacheStub, session: int, *keys: str) -> list[int]:
+    """Return a Probe's flags."""
+    return list(stub.Probe(cache_pb2.ProbeRequest(session=session, keys=keys), timeout=BOUND_S).present)
+
+
+def status(call: Callable[[], object]) -> grpc.StatusCode:
+    """Return the status that a call fails with; AssertionError if it does not fail."""
+    try:
+        call()
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    raise AssertionError("the call did not fail")
+
+
+def poll(condition: Callable[[], bool]) -> None:
+    """Wait until a condition of the other side holds. Raises AssertionError after BOUND_S."""
+    pause = threading.Event()
+    deadline = time.monotonic() + BOUND_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"the condition did not come true in {BOUND_S:g} s")
+        pause.wait(0.01)
