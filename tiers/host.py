@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import math
+import mmap
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,14 +49,21 @@ class HostPools(TorchPools):
         memory: HostMemory = HostMemory.PLAIN,
     ) -> None:
         self.memory = memory
+        self._locked: list[int] = []
+        self._unlock = weakref.finalize(self, _page_unlock, self._locked)
+        self._unlock.atexit = False  # CUDA may be gone by then, and so is the memory
         super().__init__(spec, capacities, layout, self._allocate)
         self._rows = {name: self._as_rows(name) for name in self._tensors}
 
     def _allocate(self, pool: PoolSpec, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # zero_() writes every page, so the first transfer does not pay for page faults.
-        tensor = torch.empty(shape, dtype=dtype).zero_()
+        # A mapping of its own begins and ends at memory pages, which page-locking and RDMA want. zero_()
+        # writes all of them, so the first transfer does not pay for page faults.
+        size = math.prod(shape) * dtype.itemsize
+        buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tensor = torch.frombuffer(buffer, dtype=dtype).view(shape).zero_()
         if self.memory is HostMemory.PINNED:
             _page_lock(tensor, pool.name)
+            self._locked.append(tensor.data_ptr())
         return tensor
 
     def _as_rows(self, name: str) -> Rows:
@@ -99,11 +109,8 @@ class HostPools(TorchPools):
                 raw[self._geometry[pool.name].page_rows(slot)] = POISON
 
     def close(self) -> None:
-        """Unlock pinned memory. Idempotent; no transfer may be running."""
-        if self.memory is HostMemory.PINNED:
-            self.memory = HostMemory.PLAIN
-            for tensor in self._tensors.values():
-                _cuda_runtime().cudaHostUnregister(tensor.data_ptr())
+        """Unlock pinned memory; else that happens when the pools go. No transfer may be running."""
+        self._unlock()
 
     def _page_parts(
         self, component: Component, slot: int, parts: Sequence[memoryview]
@@ -123,6 +130,12 @@ def _page_lock(tensor: torch.Tensor, name: str) -> None:
             f"cannot page-lock {tensor.nbytes} bytes for host pool {name} (CUDA error {int(code)}); lower "
             "--hicache-ratio or --hicache-size, or raise the locked-memory limit (ulimit -l)"
         )
+
+
+def _page_unlock(pointers: list[int]) -> None:
+    for pointer in pointers:
+        _cuda_runtime().cudaHostUnregister(pointer)
+    pointers.clear()
 
 
 def _cuda_runtime() -> Any:

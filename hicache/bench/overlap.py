@@ -87,7 +87,7 @@ def overlap_command(
 
     One compute thread runs the reference engine's layers, one copy thread brings the prefix from L2.
     """
-    from hicache.bench.overlap_run import environment, measure  # so that --help needs no torch
+    from hicache.bench.overlap_run import environment, measure  # noqa: PLC0415 (--help needs no torch)
 
     settings = OverlapSettings(
         layers=layers,

@@ -42,7 +42,7 @@ class StagingPool:
             self._free.extend(made)
 
     def _make(self) -> memoryview:
-        buffer = memoryview(mmap.mmap(-1, self.size))
+        buffer = memoryview(mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         np.frombuffer(buffer, dtype=np.uint8)[:: mmap.PAGESIZE] = 0  # fault every page in now
         if self._register is not None:
             self._register(buffer)
