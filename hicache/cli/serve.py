@@ -69,6 +69,7 @@ def _run(settings: ServeConfig, ready_file: Path | None) -> None:
 
     def on_signal(number: int, _frame: object) -> None:
         logger.info("%s: draining for at most %g s", signal.Signals(number).name, settings.drain_seconds)
+        signal.signal(number, signal.SIG_DFL)  # whoever cannot wait says it twice
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

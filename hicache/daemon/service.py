@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import grpc
@@ -193,8 +194,8 @@ class CacheService:
         sizes: list[int] = []
         parts: list[memoryview] = []
         filled = 0
+        self._count_read(objects)
         for size, data in objects:
-            self._count_read(size, data)
             sizes.append(size)
             while data is not None and len(data):
                 if filled == most:
@@ -207,11 +208,17 @@ class CacheService:
         if sizes or parts:
             yield _read_reply(sizes, parts)
 
-    def _count_read(self, size: int, data: memoryview | None) -> None:
-        if data is not None:
-            self._metrics.sent_bytes.inc(size)
-        outcome = "miss" if size == MISS else "hit" if data is not None else "too_large"
-        self._metrics.keys.labels("read", outcome).inc()
+    def _count_read(self, objects: Sequence[tuple[int, memoryview | None]]) -> None:
+        hits = [size for size, data in objects if data is not None]
+        misses = sum(size == MISS for size, _ in objects)
+        self._metrics.sent_bytes.inc(sum(hits))
+        for outcome, number in (
+            ("hit", len(hits)),
+            ("miss", misses),
+            ("too_large", len(objects) - len(hits) - misses),
+        ):
+            if number:
+                self._metrics.keys.labels("read", outcome).inc(number)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -267,8 +274,8 @@ class CacheService:
                 raise BadRequest(f"an object of {size} bytes; it has 1 to {int(self._config.max_object)}")
 
     def _count_writes(self, outcomes: Iterable[WriteOutcome]) -> None:
-        for outcome in outcomes:
-            self._metrics.keys.labels("write", outcome.value).inc()
+        for outcome, number in Counter(outcomes).items():
+            self._metrics.keys.labels("write", outcome.value).inc(number)
 
     # -- the rest --------------------------------------------------------------------------------
 

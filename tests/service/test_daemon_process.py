@@ -177,6 +177,30 @@ class TestDeath:
             assert backend.read(["a"], [memoryview(bytearray(1))]) == [MISS]
             backend.close()
 
+    def test_a_forked_process_is_told_to_open_its_own(
+        self, daemon: DaemonProcess, backend: GrpcBackend
+    ) -> None:
+        """A worker forked after the start would hang in the parent's connection, or break it."""
+        script = (
+            "import os, sys\n"
+            "from hicache.errors import BackendUnavailable\n"
+            "from hicache.storage_backends.grpc import GrpcBackend, Options\n"
+            f"backend = GrpcBackend.from_options(Options(address={daemon.address!r}))\n"
+            "child = os.fork()\n"
+            "if child == 0:\n"
+            "    try:\n"
+            "        backend.probe(['a'])\n"
+            "    except BackendUnavailable as error:\n"
+            "        backend.close()\n"
+            "        os._exit(0 if 'after the fork' in str(error) else 1)\n"
+            "    os._exit(2)\n"
+            "code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+            "assert backend.probe(['a']) == b'\\x00'\n"
+            "sys.exit(code)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], timeout=BOUND_S, check=False)
+        assert done.returncode == 0
+
 
 class TestCommand:
     def test_sigterm_drains_and_says_what_was_done(self, tmp_path: Path) -> None:
