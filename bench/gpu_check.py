@@ -112,9 +112,8 @@ def copies(device: str, size_bytes: int, repeats: int) -> list[dict[str, object]
                         "host_to_device_gb_s": up,
                     }
                 )
-                print(
-                    f"{layout.value:18} page {page_size:3} {order:10} D2H {down:7.2f} GB/s  H2D {up:7.2f} GB/s"
-                )
+                case = f"{layout.value:18} page {page_size:3} {order:10}"
+                print(f"{case} D2H {down:7.2f} GB/s  H2D {up:7.2f} GB/s")
             rig.close()
     return rows
 

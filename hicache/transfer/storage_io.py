@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hicache.clock import Clock
@@ -209,33 +209,42 @@ class StorageLink:
         keys = [self._key(ref) for ref in refs]
         sizes = self._backend.read(keys, views)
         self._worked()
-        bad: list[str] = []
-        moved = missing = 0
+        bad: dict[str, Verdict] = {}
+        missing = 0
         for i, (ref, view, size) in enumerate(zip(refs, views, sizes, strict=True), start):
             if size == MISS:
                 missing += 1
                 continue
             verdict = self._codec.verify(ref.component, ref.page_hash, view, size)
             if verdict is not Verdict.OK:
-                self._counters.add(f"mismatch_{verdict.value}")
-                logger.warning(
-                    "%s: unusable object %s: %s", self._backend.name, keys[i - start], verdict.value
-                )
-                bad.append(keys[i - start])
+                bad[keys[i - start]] = verdict
                 continue
             parts = self._codec.payload_views(ref.component, view)
             self._host.write_page(ref.component, job.slots[i], parts)
             job.flags[i] = 1
-            moved += size
+        arrived = [len(view) for view, flag in zip(views, job.flags[start:end], strict=True) if flag]
         self._counters.add_all(
-            {
-                "fetch_bytes": moved,
-                "fetch_objects": end - start - missing - len(bad),
-                "fetch_missing": missing,
-            }
+            {"fetch_bytes": sum(arrived), "fetch_objects": len(arrived), "fetch_missing": missing}
         )
         if bad:
-            self._backend.delete(bad)
+            self._drop(bad)
+
+    def _drop(self, bad: Mapping[str, Verdict]) -> None:
+        """Count and delete objects that failed their check, so that the next write replaces them."""
+        for verdict in bad.values():
+            self._counters.add(f"mismatch_{verdict.value}")
+        key, verdict = next(iter(bad.items()))
+        logger.warning(
+            "%s: %d objects are unusable and go, first %s (%s)",
+            self._backend.name,
+            len(bad),
+            key,
+            verdict.value,
+        )
+        try:
+            self._backend.delete(list(bad))
+        except BackendError as error:
+            self._failed("delete", error)
 
     def _store_batch(self, job: StorageJob, start: int, end: int) -> bool:
         """Write one batch; returns whether the store failed. Nothing behind a refused object is written."""

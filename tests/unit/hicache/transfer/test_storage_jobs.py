@@ -126,6 +126,17 @@ def test_a_damaged_object_is_a_miss_is_counted_goes_and_is_written_again(
     assert world.bytes(REFS, TARGETS) == world.bytes(REFS, SLOTS)
 
 
+def test_a_damaged_object_that_cannot_be_deleted_is_still_only_a_miss(
+    world: TransferWorld, store: FaultyBackend
+) -> None:
+    """The good pages beside it have arrived; the next read finds and drops it again."""
+    world.store(REFS, SLOTS)
+    store.script = scripted(read=[Fault(flip={1})], delete=[Fault(error=BackendTimeout("slow"))])
+    done = world.fetch(REFS, TARGETS)
+    assert (done.flags, done.failed) == (b"\x01\0\x01\x01\x01\x01\x01\x01", False)
+    assert world.executor.counters()["storage_timeouts"] == 1
+
+
 @pytest.mark.parametrize("spoil", ["short", "truncated", "flip", "zero", "miss"])
 def test_whatever_a_read_spoils_is_one_miss_and_the_rest_arrives(
     world: TransferWorld, store: FaultyBackend, spoil: str
