@@ -90,6 +90,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hicache_storage_backend_extra_config: Mapping[str, object] = {}
     file_storage_path: str | None = None
 
+    cache: Mapping[str, object] = {}  # [cache] of the file: CacheConfig's fields that are no flags
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} must be within 0..65535")
@@ -117,6 +119,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "radix_eviction_policy_config": self.radix_eviction_policy_config,
                 "chunked_prefill_size": self.chunked_prefill_size,
                 "mamba_track_interval": self.mamba_track_interval,
+                **self.cache,
                 **generic,
             },
             CacheConfig,
@@ -151,6 +154,32 @@ def server_config(flags: Mapping[str, object]) -> ServerConfig:
     """Combine defaults and flags (those not None). Raises ConfigError naming the flag."""
     given = {name: value for name, value in flags.items() if value is not None}
     return _convert(given, ServerConfig, "")
+
+
+def load_server_config(path: Path | None, flags: Mapping[str, object]) -> ServerConfig:
+    """Combine defaults, a file's [server] and [cache], and flags (those not None). Raises ConfigError."""
+    if path is None:
+        return server_config(flags)
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    sections = {name: document.get(name, {}) for name in ("server", "cache")}
+    allowed = {
+        "server": set(ServerConfig.__struct_fields__) - {"cache"},
+        "cache": set(CacheConfig.__struct_fields__) - set(ServerConfig.__struct_fields__),
+    }
+    for name, section in sections.items():
+        if not isinstance(section, dict):
+            raise ConfigError(f"--config {path}: {name} must be a section, [{name}]")
+        if unknown := sorted(set(section) - allowed[name]):
+            raise ConfigError(
+                f"--config {path}: [{name}] has no {', '.join(unknown)}; "
+                f"it has {', '.join(sorted(allowed[name]))}"
+            )
+    _convert(sections["cache"], CacheConfig, f"--config {path}: [cache] ")
+    given = {name: value for name, value in flags.items() if value is not None}
+    return server_config({**sections["server"], "cache": sections["cache"], **given})
 
 
 def split_extra_config(extra: Mapping[str, object]) -> tuple[dict[str, object], dict[str, object]]:
@@ -194,6 +223,6 @@ def _convert(values: Mapping[str, object], kind: type[_T], where: str) -> _T:
         if name in values:
             given = values[name]
             shown = given.value if isinstance(given, enum.Enum) else given
-            label = f"{where}{name}" if name in CACHE_KEYS else flag(name)
+            label = flag(name) if name in ServerConfig.__struct_fields__ else f"{where}{name}"
             raise ConfigError(f"{label} {shown!r}: {message}") from error
         raise ConfigError(f"{where}{error}") from error
