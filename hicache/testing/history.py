@@ -390,7 +390,7 @@ class TreeHistory:
         """The coldest page, if nobody else has a copy, must be under one of the leases."""
         tier = self.random.choice((DEVICE, HOST))
         target = Tier(tier + 1)
-        first = self.oracle._next_full(tier) if self.oracle.evictable(tier, FULL) else None
+        first = self.oracle.next_full(tier) if self.oracle.evictable(tier, FULL) else None
         leases = self.tree.coldest_unwritten(tier, self.random.randint(1, 4))
         self.trail.append(f"reserve on {tier.name}: {[lease.depth for lease in leases]}")
         covered = set()

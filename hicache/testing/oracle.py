@@ -384,7 +384,7 @@ class Oracle:
         wanted = min(count, self.evictable(tier, component))
         if component is FULL:
             for _ in range(wanted):
-                victim = self._next_full(tier)
+                victim = self.next_full(tier)
                 if tier is DEVICE and victim.has(FULL, HOST):
                     self._take(victim, DEVICE, expected)
                     demoted += 1
@@ -405,7 +405,7 @@ class Oracle:
     def _key(self, component: Component, stats: Stats, page: Page) -> object:
         return self.policies[component].key(stats, (page.depth - 1) * self.rules.page_size)
 
-    def _next_full(self, tier: Tier) -> Page:
+    def next_full(self, tier: Tier) -> Page:
         """The unprotected tail that the policy puts first; keys differ, for no two accesses share a time."""
         kept = self.protected(tier, FULL)
         if tier is DEVICE:
@@ -473,7 +473,7 @@ class Oracle:
         expected: Freed = {}
         for tier in (DEVICE, HOST):
             for _ in range(self.evictable(tier, FULL)):
-                victim = self._next_full(tier)
+                victim = self.next_full(tier)
                 if tier is DEVICE and victim.has(FULL, HOST):
                     self._take(victim, DEVICE, expected)
                 else:

@@ -279,6 +279,13 @@ class TreeCore(ABC):
         Covers about `count` FULL pages; for write_back's clean reserve. The caller releases them.
         """
 
+    @abstractmethod
+    def unstored(self) -> tuple[list[Lease], int]:
+        """Lock (HOST) every path that holds anything storage lacks; count the FULL pages that do.
+
+        For writing everything down before the tiers go; walks the whole tree. The caller releases them.
+        """
+
     # -- shrinking -----------------------------------------------------------------------------
 
     @abstractmethod

@@ -9,7 +9,8 @@ from hicache.errors import InvariantViolation
 from hicache.tree.forest import TIERS, Forest
 from hicache.tree.leases import evictable
 from hicache.tree.node import Node, TreeLease
-from hicache.tree.window import Run
+from hicache.tree.shrinking import device_floor, tree_floor
+from hicache.tree.window import Window
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
 
@@ -55,7 +56,7 @@ def check_integrity(f: Forest) -> None:
             _demand(0 <= free <= there, f"{free} of {there} {component.name} pages on {tier.name} evictable")
 
 
-def _demand(holds: bool, message: str) -> None:  # noqa: FBT001
+def _demand(holds: bool, message: str) -> None:
     if not holds:
         raise InvariantViolation(message)
 
@@ -157,25 +158,40 @@ def _check_leases(f: Forest, nodes: list[Node]) -> None:
 
 
 def _check_candidates(f: Forest, nodes: list[Node]) -> None:
-    """Every tail, run and state that could be taken is queued, or parked on a lease."""
+    """What could be taken now is queued; what a lease keeps is queued, or parked on a lease."""
     parked = {id(item) for lease in f.leases for item in lease.parked}
-
-    def waiting(item: Node | Run | object, tier: Tier) -> bool:
-        return id(item) in parked or item.entries[tier] is not None  # type: ignore[attr-defined, union-attr]
-
     for node in nodes:
-        if node.parent is None:
+        if node.parent is not None:
+            _check_tails(node, parked)
+            for tier in TIERS:
+                for state in node.states:
+                    if state.slots[tier] >= 0:
+                        kept = any(x.tier is tier and state.at in x.states for x in node.leases)
+                        queued = state.entries[tier] is not None
+                        _demand(queued or (kept and id(state) in parked), f"state {state.at} is not queued")
+                if node.swa is not None:
+                    _check_runs(node, node.swa, tier, parked)
+
+
+def _check_tails(node: Node, parked: set[int]) -> None:
+    end = node.device_end
+    if node.device and not node.device_children and node.entries[0] is None:
+        kept = device_floor(node, end)[0] >= end
+        if node.host is None or node.host[end - 1 - node.start] == NO_SLOT:
+            kept = kept or tree_floor(node, end)[0] >= end
+        _demand(kept and id(node) in parked, f"{_name(node)}: its device tail is not queued")
+    if not node.children and end < node.end and node.entries[1] is None:
+        kept = tree_floor(node, node.end)[0] >= node.end
+        _demand(kept and id(node) in parked, f"{_name(node)}: its host tail is not queued")
+
+
+def _check_runs(node: Node, window: Window, tier: Tier, parked: set[int]) -> None:
+    has = window.has(tier)
+    guards = [lease for lease in node.leases if lease.tier is tier]
+    for run in window.runs:
+        if run.entries[tier] is not None:
             continue
-        if node.device and not node.device_children:
-            _demand(waiting(node, Tier.DEVICE), f"{_name(node)}: its device tail is not queued")
-        if not node.children and len(node.device) < node.end - node.start:
-            _demand(waiting(node, Tier.HOST), f"{_name(node)}: its host tail is not queued")
-        for tier in TIERS:
-            if node.swa is not None:
-                has = node.swa.has(tier)
-                for run in node.swa.runs:
-                    if has.find(1, run.start - node.start, run.end - node.start) >= 0:
-                        _demand(waiting(run, tier), f"SWA run [{run.start}, {run.end}) is not queued")
-            for state in node.states:
-                if state.slots[tier] >= 0:
-                    _demand(waiting(state, tier), f"the state at {state.at} is not queued")
+        for page in range(run.start, run.end):
+            if has[page - node.start]:
+                kept = id(run) in parked and any(x.swa_start <= page < x.depth for x in guards)
+                _demand(kept, f"SWA run [{run.start}, {run.end}) is not queued for page {page}")

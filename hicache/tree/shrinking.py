@@ -242,22 +242,21 @@ def _evict_swa(f: Forest, tier: Tier, count: int, out: Evicted) -> None:
         if run.node is None:
             continue
         node, start, end = run.node, run.start, run.end
-        taken, holder, left = _tombstone(f, run, tier, count, out.freed)
+        taken, holders, left = _tombstone(f, run, tier, count, out.freed)
         count -= taken
         assert node.swa is not None
         if taken:
             node.swa.prune(start, end, f.forget_run)
         if run.node is not None and left:
-            if holder is not None and count > 0:
-                holder.parked.append(run)
+            if holders and count > 0:
+                for holder in holders:  # each guards other pages, so the end of any one matters
+                    holder.parked.append(run)
             else:
                 heap.offer(run)
 
 
-def _tombstone(
-    f: Forest, run: Run, tier: Tier, count: int, freed: Freed
-) -> tuple[int, TreeLease | None, int]:
-    """Take up to `count` unprotected pages of a run; return (taken, a lease in the way, pages left)."""
+def _tombstone(f: Forest, run: Run, tier: Tier, count: int, freed: Freed) -> tuple[int, list[TreeLease], int]:
+    """Take up to `count` unprotected pages of a run; return (taken, the leases in the way, pages left)."""
     node = run.node
     assert node is not None and node.swa is not None
     base = node.start
@@ -271,7 +270,7 @@ def _tombstone(
         key=lambda guard: guard[0],
     )
     taken = 0
-    holder: TreeLease | None = None
+    holders: list[TreeLease] = []
     at = has.find(1, run.start - base, run.end - base)
     while at >= 0 and taken < count:
         page = at + base
@@ -279,7 +278,8 @@ def _tombstone(
         blocked = False
         for low, high, lease in guards:
             if low <= page < high:
-                holder, blocked, stop = lease, True, high
+                blocked, stop = True, high
+                holders.append(lease)
                 break
             if page < low < stop:
                 stop = low
@@ -293,7 +293,7 @@ def _tombstone(
             taken += stop - page
         at = has.find(1, stop - base, run.end - base) if stop < run.end else -1
     left = node.swa.has(tier).count(1, run.start - base, run.end - base)
-    return taken, holder, left
+    return taken, holders, left
 
 
 def _evict_states(f: Forest, tier: Tier, count: int, out: Evicted) -> None:

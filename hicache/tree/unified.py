@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hicache.tree import growing, integrity, leases, reading, shrinking, writing
+from hicache.tree import flushing, growing, integrity, leases, reading, shrinking, writing
 from hicache.tree.base import (
     Evicted,
     Freed,
@@ -146,6 +146,9 @@ class UnifiedTree(TreeCore):
 
     def coldest_unwritten(self, tier: Tier, count: int) -> list[Lease]:
         return writing.coldest_unwritten(self._forest, tier, count)
+
+    def unstored(self) -> tuple[list[Lease], int]:
+        return flushing.unstored(self._forest)
 
     def evict(self, tier: Tier, component: Component, count: int) -> Evicted:
         return shrinking.evict(self._forest, tier, component, count)

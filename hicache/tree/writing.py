@@ -327,6 +327,8 @@ def coldest_unwritten(f: Forest, tier: Tier, count: int) -> list[Lease]:
             end, first = node.device_end, node.start
             candidate = not node.device_children
             held = device_floor(node, end)[0]
+            if node.device and (node.host is None or node.host[end - 1 - node.start] == NO_SLOT):
+                held = max(held, tree_floor(node, end)[0])
         else:
             end, first = node.end, node.device_end
             candidate = not node.children
