@@ -328,19 +328,22 @@ class HiCache:
             self.pools.free(Tier.DEVICE, component, inserted.duplicates.get(component, array("i")))
         request.full[start:end] = inserted.full
         if SWA in self.spec.kinds:
-            self._drop_old_window(request, running, end)
             request.swa[start:end] = inserted.swa
+            self._drop_old_window(request, running, end)
         request.committed = end
         self._writing.committed(request.lease)
 
     def _drop_old_window(self, request: Request, running: _Running, end: int) -> None:
-        """Free private SWA pages (loaded for the admission window) that no later token looks at."""
+        """Forget SWA pages that no token from `end` on looks at; the private ones among them are freed.
+
+        The tree's own are no longer leased there, and may be anybody's from now on.
+        """
         owned = running.owned[SWA]
         first = max(0, end - self.rules.window_pages)
+        # Pages loaded for the admission window may be private; those from `committed` on were offered.
         old = array("i", (s for s in request.swa[: min(first, request.committed)] if s in owned))
-        if old:
-            owned.difference_update(old)
-            self.pools.free(Tier.DEVICE, SWA, old)
+        owned.difference_update(old)
+        self.pools.free(Tier.DEVICE, SWA, old)
         request.swa[:first] = array("i", [NO_SLOT]) * first
 
     def finish(self, request: Request) -> None:
@@ -415,18 +418,19 @@ class HiCache:
         return all(self.tree.resident(tier, c) == 0 for tier, c in self.pools.kinds)
 
     def flush_dirty(self, timeout_s: float) -> int:
-        """Write down what tiers below lack; returns pages that L2 still does not have when time is up."""
+        """Write everything down to storage; returns the FULL pages it still lacks when the time is up.
+
+        Ends early where rounds bring nothing more, as when the host is too small to pass all through.
+        """
         until = self.clock.now() + timeout_s
-        stored, rounds = -1, 0  # rounds that stored nothing: a full host would trade copies for ever
-        while rounds < 3 and self._writing.flush() and self.settle(until - self.clock.now()):
-            now_stored = sum(self.stats.stored_pages.values())
-            rounds = 0 if now_stored > stored else rounds + 1
-            stored = now_stored
-        lost = 0
-        for lease in self.tree.coldest_unwritten(Tier.DEVICE, 1 << 30):
-            lost += len(self.tree.plan_write(lease, Tier.HOST).pages.get(FULL, ()))
-            self.tree.release(lease)
-        return lost
+        fewest, stale = self._writing.lacking(), 0
+        while stale < 3 and self.executor.has_storage and self._writing.flush():
+            if not self.settle(until - self.clock.now()):
+                break
+            lacking = self._writing.lacking()
+            stale = 0 if lacking < fewest else stale + 1
+            fewest = min(fewest, lacking)
+        return self._writing.lacking()
 
     def check_integrity(self) -> None:
         """Check the tree's laws and that every slot of every pool has exactly one owner (law 3)."""

@@ -24,7 +24,11 @@ from hicache.policy.prefetch import PrefetchRule, PrefetchVerdict
 from hicache.request import Request
 from hicache.transfer.base import Done, Executor, JobId, JobKind, ObjectRef
 from hicache.tree.base import Lease, Match, PathPresence, TreeCore, TreeRules
-from hicache.types import NO_SLOT, TOKEN_BYTES, Component, Slots, Tier
+from hicache.types import NO_SLOT, TOKEN_BYTES, Component, PrefetchPolicy, Slots, Tier
+
+# Reasons why a prefetch brought nothing that may be different once the host has lost pages.
+_NOTHING_TO_FETCH = frozenset({"not_stored", "below_threshold"})
+_MAX_LOOKS = 4
 
 
 class _Phase(enum.Enum):
@@ -58,6 +62,7 @@ class _Prefetch:
     arrived: int = 0
     phase: _Phase = _Phase.PROBING
     blocked_since: float | None = None
+    reason: str = ""  # why it ended
     lease: Lease | None = None  # keeps what was published until admission
 
     def split(self, flags: bytes) -> list[tuple[_Part, bytes]]:
@@ -77,6 +82,14 @@ class _Prefetch:
             for part in self.parts
             for p in part.positions
         ]
+
+
+@dataclass(slots=True)
+class _Found:
+    """What a queued request had without storage when it was last looked at, and how often that was."""
+
+    host: int  # pages
+    looks: int = 1
 
 
 class Prefetcher:
@@ -104,6 +117,7 @@ class Prefetcher:
             config.prefetch_timeout_max,
         )
         self._by_rid: dict[str, _Prefetch] = {}
+        self._found: dict[str, _Found] = {}
         self._fetching: dict[JobId, _Prefetch] = {}  # whose slots are (partly) ours
 
     # -- life of a request ---------------------------------------------------------------------
@@ -115,6 +129,8 @@ class Prefetcher:
         page, tokens = self._rules.page_size, request.tokens
         found = self._tree.match(request.scope, tokens, len(tokens) - 1)
         limit = (len(tokens) - 1) // page
+        looks = self._found[request.rid].looks + 1 if request.rid in self._found else 1
+        self._found[request.rid] = _Found(found.host, looks)
         if (limit - found.host) * page < self._threshold:
             self._stats.prefetch["below_threshold"] += 1
             return
@@ -131,7 +147,9 @@ class Prefetcher:
         """True if the prefetch policy lets the request be scheduled now. Publishes what is there."""
         prefetch = self._by_rid.get(request.rid)
         if prefetch is None or prefetch.phase is _Phase.ENDED:
-            return True
+            prefetch = self._look_again(request)
+            if prefetch is None:
+                return True
         now = self._clock.now()
         if prefetch.blocked_since is None:
             prefetch.blocked_since = now
@@ -153,6 +171,23 @@ class Prefetcher:
         self._end(prefetch, "cut_off" if verdict is PrefetchVerdict.STOP else "deadline")
         return True
 
+    def _look_again(self, request: Request) -> _Prefetch | None:
+        """Begin anew if what a request had on the host has been evicted while it was queued.
+
+        A prefetch that failed, or was cut off, is not repeated: that would wait twice.
+        """
+        found, prefetch = self._found.get(request.rid), self._by_rid.get(request.rid)
+        if found is None or found.looks >= _MAX_LOOKS or self._rule.policy is PrefetchPolicy.BEST_EFFORT:
+            return None
+        if prefetch is not None and (prefetch.lease is not None or prefetch.reason not in _NOTHING_TO_FETCH):
+            return None
+        tokens = request.tokens
+        if self._tree.match(request.scope, tokens, len(tokens) - 1).host >= found.host:
+            return None
+        self._by_rid.pop(request.rid, None)
+        self.start(request)
+        return self._by_rid.get(request.rid)
+
     def next_deadline(self) -> float | None:
         """The earliest time at which ready() may change its mind without any job ending."""
         times = [
@@ -172,6 +207,7 @@ class Prefetcher:
         Returns the boundary (pages) it had without storage, -1 if there was no prefetch. A read still
         in flight is cancelled and keeps its pages until it really ends.
         """
+        self._found.pop(request.rid, None)
         prefetch = self._by_rid.pop(request.rid, None)
         if prefetch is None:
             return -1
@@ -340,7 +376,7 @@ class Prefetcher:
         prefetch.lease = self._tree.lock(after, after.host, Tier.HOST)
 
     def _end(self, prefetch: _Prefetch, reason: str) -> None:
-        prefetch.phase = _Phase.ENDED
+        prefetch.phase, prefetch.reason = _Phase.ENDED, reason
         self._stats.prefetch[reason] += 1
 
     # -- accounting ----------------------------------------------------------------------------

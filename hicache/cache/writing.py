@@ -92,22 +92,21 @@ class WriteDown:
                 self._tree.release(lease)
 
     def flush(self) -> int:
-        """Start writing every page that a tier below lacks; returns how many pages were started.
-
-        The caller repeats it, letting jobs end, until it returns 0 or its time is up.
-        """
-        if not self._has_host:
-            return 0
+        """Start writing whatever storage lacks, through the host; returns how many jobs were started."""
         before = len(self._jobs)
-        everything = 1 << 30
-        for lease in self._tree.coldest_unwritten(Tier.DEVICE, everything):
+        leases, _ = self._tree.unstored()
+        for lease in leases:
+            self._store(lease, 0, attempt=1)
             self._write_to_host(lease, 0)
             self._tree.release(lease)
-        if self._executor.has_storage:
-            for lease in self._tree.coldest_unwritten(Tier.HOST, everything):
-                self._store(lease, 0, attempt=1)
-                self._tree.release(lease)
         return len(self._jobs) - before
+
+    def lacking(self) -> int:
+        """FULL pages that storage lacks."""
+        leases, count = self._tree.unstored()
+        for lease in leases:
+            self._tree.release(lease)
+        return count
 
     # -- device to host ------------------------------------------------------------------------
 

@@ -1,0 +1,273 @@
+"""A cache simulation in which every page carries its own identity, so that a foreign byte is seen.
+
+LedgerExecutor moves identities instead of bytes and ends jobs in a seeded order, with faults;
+LedgerRunner writes identities when it computes and checks every page that attention would read.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from hicache.clock import ManualClock
+from hicache.errors import InvariantViolation
+from hicache.request import Request
+from hicache.spec import ModelSpec
+from hicache.transfer.base import Done, Executor, JobId, JobKind, LoadTicket, Move, ObjectRef
+from hicache.types import NO_SLOT, Component, Tier
+
+# What a page holds: how many tokens of the path it was computed from, and which tokens those were.
+Identity = tuple[int, int]
+POISON: Identity = (-1, -1)
+
+
+def identity(request: Request, upto: int) -> Identity:
+    """The identity of whatever was computed from tokens [0, upto) of this request's scope."""
+    return upto, xxhash.xxh3_64_intdigest(request.scope + request.tokens[:upto].tobytes())
+
+
+@dataclass(slots=True)
+class Faults:
+    """Probabilities per job or object."""
+
+    store_fails: float = 0.0  # a job fails as a whole
+    object_lost: float = 0.0  # an object vanishes from storage before it is read
+    put_refused: float = 0.0  # a store stops at an object
+
+
+@dataclass(slots=True)
+class _Job:
+    done: Done
+    moves: list[tuple[Component, int, int]] = field(default_factory=list)  # component, source, target
+    refs: Sequence[ObjectRef] = ()
+    slots: Sequence[int] = ()
+    sources: list[Identity] = field(default_factory=list)
+    arrived: int = 0
+    cancelled: bool = False
+
+
+class LedgerTicket(LoadTicket):
+    """Layer gates of a load; waiting for any layer ends the whole load."""
+
+    def __init__(self, executor: LedgerExecutor, job: JobId) -> None:
+        self._executor, self._job = executor, job
+
+    def wait_layer(self, layer: int) -> None:
+        self._executor.finish(self._job)
+
+    def done(self) -> bool:
+        return not self._executor.is_open(self._job)
+
+
+class LedgerExecutor(Executor):
+    """Moves identities; `content` is what each slot holds. Jobs end in random order when polled."""
+
+    def __init__(self, clock: ManualClock, rng: random.Random, *, storage: bool, faults: Faults) -> None:
+        self._clock, self._rng, self._faults = clock, rng, faults
+        self.content: dict[tuple[Tier, Component, int], Identity] = {}
+        self.storage: dict[ObjectRef, Identity] | None = {} if storage else None
+        self._jobs: dict[JobId, _Job] = {}
+        self._ended: list[Done] = []
+
+    @property
+    def has_storage(self) -> bool:
+        return self.storage is not None
+
+    def is_open(self, job: JobId) -> bool:
+        return job in self._jobs
+
+    def copy_state(self, source: int, target: int) -> None:
+        key = (Tier.DEVICE, Component.MAMBA)
+        self.content[(*key, target)] = self.content[(*key, source)]
+
+    def start_load(self, job: JobId, moves: Sequence[Move]) -> LoadTicket:
+        self._start(job, JobKind.LOAD, moves)
+        return LedgerTicket(self, job)
+
+    def start_write(self, job: JobId, moves: Sequence[Move]) -> None:
+        self._start(job, JobKind.WRITE, moves)
+
+    def start_probe(self, job: JobId, refs: Sequence[ObjectRef]) -> None:
+        self._jobs[job] = _Job(Done(job, JobKind.PROBE), refs=list(refs))
+
+    def start_fetch(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
+        self._jobs[job] = _Job(Done(job, JobKind.FETCH), refs=list(refs), slots=list(slots))
+
+    def start_store(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
+        entry = _Job(Done(job, JobKind.STORE), refs=list(refs), slots=list(slots))
+        entry.sources = [self.content[Tier.HOST, r.component, s] for r, s in zip(refs, slots, strict=True)]
+        self._jobs[job] = entry
+
+    def _start(self, job: JobId, kind: JobKind, moves: Sequence[Move]) -> None:
+        entry = _Job(Done(job, kind))
+        tier = Tier.DEVICE if kind is JobKind.WRITE else Tier.HOST
+        for move in moves:
+            for source, target in zip(move.sources, move.targets, strict=True):
+                entry.moves.append((move.component, source, target))
+                entry.sources.append(self.content[tier, move.component, source])
+                # Half-written until the end: a reader that does not wait sees poison.
+                other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
+                self.content[other, move.component, target] = POISON
+        self._jobs[job] = entry
+
+    def finish(self, job: JobId) -> None:
+        """Perform a job now; its Done is polled later."""
+        entry = self._jobs.pop(job, None)
+        if entry is None:
+            return
+        kind = entry.done.kind
+        if kind in (JobKind.WRITE, JobKind.LOAD):
+            self._finish_copy(entry, kind)
+            self._ended.append(entry.done)
+            return
+        failed = self._rng.random() < self._faults.store_fails
+        flags = b"" if failed and kind is JobKind.PROBE else self._finish_storage(entry, kind, failed)
+        self._ended.append(Done(job, kind, flags, failed))
+
+    def _finish_copy(self, entry: _Job, kind: JobKind) -> None:
+        source, target = (Tier.DEVICE, Tier.HOST) if kind is JobKind.WRITE else (Tier.HOST, Tier.DEVICE)
+        for (component, a, b), before in zip(entry.moves, entry.sources, strict=True):
+            if self.content[source, component, a] != before:
+                raise InvariantViolation(
+                    f"{kind.value}: {component.name} slot {a} changed while it was read (law 5)"
+                )
+            if self.content[target, component, b] != POISON:
+                raise InvariantViolation(
+                    f"{kind.value}: {component.name} slot {b} changed while it was written"
+                )
+            self.content[target, component, b] = before
+
+    def _finish_storage(self, entry: _Job, kind: JobKind, failed: bool) -> bytes:
+        storage = self.storage if self.storage is not None else {}
+        if kind is JobKind.PROBE:
+            return bytes(ref in storage for ref in entry.refs)
+        if kind is JobKind.FETCH:
+            while entry.arrived < len(entry.refs) and not failed and not entry.cancelled:
+                self._read_one(entry, storage)
+            flags = self._flags(entry)
+            return flags
+        flags = bytearray(len(entry.refs))
+        for i, (ref, slot, before) in enumerate(zip(entry.refs, entry.slots, entry.sources, strict=True)):
+            if self.content[Tier.HOST, ref.component, slot] != before:
+                raise InvariantViolation(f"store: {ref.component.name} slot {slot} changed while it was read")
+            if failed or self._rng.random() < self._faults.put_refused:
+                break
+            storage[ref] = before
+            flags[i] = 1
+        return bytes(flags)
+
+    def _read_one(self, entry: _Job, storage: dict[ObjectRef, Identity]) -> None:
+        ref, slot = entry.refs[entry.arrived], entry.slots[entry.arrived]
+        if self._rng.random() < self._faults.object_lost:
+            storage.pop(ref, None)
+        found = storage.get(ref)
+        self.content[Tier.HOST, ref.component, slot] = POISON if found is None else found
+        entry.arrived += 1
+
+    def _flags(self, entry: _Job) -> bytes:
+        got = [
+            self.content[Tier.HOST, r.component, s] != POISON
+            for r, s in zip(entry.refs[: entry.arrived], entry.slots[: entry.arrived], strict=True)
+        ]
+        return bytes(got).ljust(len(entry.refs), b"\0")
+
+    def arrived(self, job: JobId) -> bytes:
+        if job not in self._jobs:
+            return next(d.flags for d in self._ended if d.job == job)
+        return self._flags(self._jobs[job])
+
+    def cancel(self, job: JobId) -> None:
+        if job in self._jobs:
+            self._jobs[job].cancelled = True
+
+    def poll(self) -> list[Done]:
+        for job, entry in list(self._jobs.items()):
+            if entry.done.kind is JobKind.FETCH and not entry.cancelled and entry.arrived < len(entry.refs):
+                self._read_one(entry, self.storage or {})
+            if self._rng.random() < 0.4:
+                self.finish(job)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self._ended and self._jobs:
+            self.finish(self._rng.choice(list(self._jobs)))
+        if self._ended:
+            self._clock.advance(0.001)
+            return True
+        self._clock.advance(max(0.0, timeout_s))
+        return False
+
+    def close(self) -> None:
+        return
+
+
+class LedgerRunner:
+    """Computes identities, and checks that everything it would read is exactly what was computed."""
+
+    def __init__(
+        self, spec: ModelSpec, executor: LedgerExecutor, clock: ManualClock, vocabulary: int
+    ) -> None:
+        self._spec, self._executor, self._clock, self._vocabulary = spec, executor, clock, vocabulary
+
+    def prefill(self, request: Request, start: int, end: int) -> int | None:
+        if request.load is not None:
+            for layer in range(len(self._spec.layers)):
+                request.load.wait_layer(layer)
+        self._check_inputs(request, start)
+        page, content = self._spec.page_size, self._executor.content
+        for i in range(start // page, -(-end // page)):
+            what = identity(request, min(end, (i + 1) * page))
+            content[Tier.DEVICE, Component.FULL, request.full[i]] = what
+            if Component.SWA in self._spec.kinds and request.swa[i] != NO_SLOT:
+                content[Tier.DEVICE, Component.SWA, request.swa[i]] = what
+        if Component.MAMBA in self._spec.kinds:
+            for capture in request.captures:
+                if not start < capture.position <= end or capture.position % page:
+                    raise InvariantViolation(f"capture at {capture.position} outside ({start}, {end}]")
+                key = (Tier.DEVICE, Component.MAMBA, capture.slot)
+                content[key] = identity(request, capture.position)
+            content[Tier.DEVICE, Component.MAMBA, request.state] = identity(request, end)
+        self._clock.advance(0.001 * (end - start))
+        if end < len(request.tokens):
+            return None
+        return identity(request, end)[1] % self._vocabulary
+
+    def decode(self, request: Request) -> int:
+        token = self.prefill(request, len(request.tokens) - 1, len(request.tokens))
+        assert token is not None
+        return token
+
+    def _check_inputs(self, request: Request, start: int) -> None:
+        page, content = self._spec.page_size, self._executor.content
+
+        def check(component: Component, slot: int, upto: int) -> None:
+            want = identity(request, upto)
+            found = content.get((Tier.DEVICE, component, slot), POISON)
+            if found != want:
+                raise InvariantViolation(
+                    f"{request.rid} at {start}: {component.name} slot {slot} holds {found}, not {want}"
+                )
+
+        for i in range(-(-start // page)):
+            upto = min(start, (i + 1) * page)
+            check(Component.FULL, request.full[i], upto)
+            if Component.SWA in self._spec.kinds and (i + 1) * page > start - self._spec.window:
+                check(Component.SWA, request.swa[i], upto)
+        if start and Component.MAMBA in self._spec.kinds:
+            check(Component.MAMBA, request.state, start)
+
+
+def make_request(rid: str, prompt: array[int], max_new_tokens: int, *, scope: bytes = b"") -> Request:
+    """A request as the scheduler wants it; the prompt is copied."""
+    return Request(
+        rid=rid,
+        tokens=array("I", prompt),
+        prompt_length=len(prompt),
+        max_new_tokens=max_new_tokens,
+        scope=scope,
+    )

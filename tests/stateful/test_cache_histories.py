@@ -1,0 +1,147 @@
+"""Random histories of the whole cache: requests, transfers, faults and aborts, every page checked."""
+
+from __future__ import annotations
+
+import os
+import random
+from array import array
+from dataclasses import dataclass
+
+import pytest
+
+from hicache.build import TierSizes, build_cache
+from hicache.cache import HiCache
+from hicache.clock import ManualClock
+from hicache.config.cache import CacheConfig, StateCheckpoints
+from hicache.engine.scheduler import FinalToken, Scheduler
+from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
+from hicache.testing.ledger import Faults, LedgerExecutor, LedgerRunner, make_request
+from hicache.types import Component, PrefetchPolicy, Tier, WritePolicy
+
+FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
+SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
+STEPS = int(os.environ.get("HICACHE_HISTORY_STEPS", "400"))
+
+
+def tiny_spec(kinds: tuple[Component, ...], page_size: int, window: int) -> ModelSpec:
+    """A model whose pages hold nothing but their identity."""
+    components = [
+        ComponentSpec(
+            component,
+            (PoolSpec(component.name.lower(), 1, (1,), "uint8", 1 if component is MAMBA else page_size),),
+            window=window if component is SWA else 0,
+        )
+        for component in kinds
+    ]
+    return ModelSpec("tiny", page_size, tuple(components), weight_version="1")
+
+
+@dataclass
+class World:
+    """One cache, its scheduler and everything random about them, from a seed."""
+
+    cache: HiCache
+    scheduler: Scheduler
+    executor: LedgerExecutor
+    rng: random.Random
+    prompts: list[array[int]]
+    finished: int = 0
+
+
+def make_world(seed: int) -> World:
+    rng = random.Random(seed)
+    kinds = rng.choice(SETS)
+    page = rng.choice([1, 2, 4])
+    chunk = page * rng.choice([2, 4, 8])
+    window = rng.choice([1, page, 2 * page + 1, 3 * page])
+    spec = tiny_spec(kinds, page, window)
+    swa_need = spec.window_pages + max(chunk, 8 * page) // page + 1
+    device = {
+        FULL: rng.choice([24, 40]),
+        SWA: swa_need + rng.choice([1, 8, 20]),
+        MAMBA: rng.choice([3, 6, 12]),
+    }
+    host = {FULL: rng.choice([30, 60]), SWA: rng.choice([8, 30]), MAMBA: rng.choice([2, 8])}
+    tiers = rng.choice(["l1", "l1+l2", "l1+l2+l3", "l1+l2+l3"])
+    sizes = TierSizes({c: device[c] for c in kinds}, {} if tiers == "l1" else {c: host[c] for c in kinds})
+    policy = rng.choice(["lru", "lfu", "slru", "priority", "fifo", "mru", "filo"])
+    config = CacheConfig(
+        hicache_write_policy=rng.choice(list(WritePolicy)),
+        hicache_storage_prefetch_policy=rng.choice(list(PrefetchPolicy)),
+        prefetch_threshold=rng.choice([1, 2 * page]),
+        prefetch_timeout_base=0.01,
+        prefetch_timeout_per_ki_token=0.01,
+        prefetch_timeout_max=0.05,
+        radix_eviction_policy=policy,
+        chunked_prefill_size=chunk,
+        mamba_track_interval=8 * page,
+        mamba_prefill_checkpoints=rng.choice(list(StateCheckpoints)),
+    )
+    clock = ManualClock()
+    faults = rng.choice([Faults(), Faults(store_fails=0.1, object_lost=0.1, put_refused=0.05)])
+    executor = LedgerExecutor(clock, rng, storage=tiers == "l1+l2+l3", faults=faults)
+    cache = build_cache(spec, sizes, config, executor, clock)
+    runner = LedgerRunner(spec, executor, clock, vocabulary=3)
+    world = World(cache, None, executor, rng, [])  # type: ignore[arg-type]
+
+    def finished(request: object) -> None:
+        world.finished += 1
+
+    world.scheduler = Scheduler(
+        cache,
+        runner,
+        max_running_requests=rng.choice([1, 3, 6]),
+        final_token=rng.choice(list(FinalToken)),
+        on_finish=finished,
+    )
+    return world
+
+
+def next_prompt(world: World) -> array[int]:
+    """A new prompt, a known one again, an extension, or a branch off one."""
+    rng = world.rng
+    base = array("I", rng.choice(world.prompts)) if world.prompts and rng.random() < 0.8 else array("I")
+    base = base[: rng.randint(0, len(base))] if rng.random() < 0.5 else base
+    base.extend(rng.randrange(3) for _ in range(rng.randint(1, 20)))
+    longest = world.cache.max_request_tokens - 12
+    base = base[:longest]
+    world.prompts = [*world.prompts[-12:], base]
+    return base
+
+
+def run(world: World, steps: int) -> None:
+    rng, scheduler, cache = world.rng, world.scheduler, world.cache
+    submitted = aborted = 0
+    live: list[str] = []
+    for _ in range(steps):
+        action = rng.random()
+        if action < 0.25 and scheduler.num_waiting < 6:
+            rid = f"r{submitted}"
+            scope = rng.choice([b"", b"", b"s" * 32])
+            scheduler.submit(make_request(rid, next_prompt(world), rng.randint(1, 12), scope=scope))
+            submitted += 1
+            live.append(rid)
+        elif action < 0.28 and live:
+            aborted += scheduler.abort(live.pop(rng.randrange(len(live))))
+        elif action < 0.30:
+            scheduler.flush()
+        elif not scheduler.step():
+            scheduler.wait(0.01)
+        cache.check_integrity()
+    scheduler.run_until_idle(stall_s=1e6)
+    assert cache.settle()
+    cache.check_integrity()
+    assert world.finished + aborted == submitted
+    # Quiescence: nothing is locked or in flight, so everything can be dropped.
+    assert cache.in_flight == 0
+    assert cache.flush()
+    for tier, component in cache.pools.kinds:
+        assert cache.pools[tier, component].num_taken == 0, (tier, component)
+        assert cache.tree.evictable(tier, component) == 0
+    assert cache.tree.resident(Tier.DEVICE, FULL) == 0
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("HICACHE_HISTORIES", "60"))))
+def test_random_histories_keep_every_law_and_never_serve_a_foreign_page(seed: int) -> None:
+    """A user would see another request's text, a leak, or a hang; the seed replays the history."""
+    run(make_world(seed), STEPS)
