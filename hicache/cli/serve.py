@@ -68,8 +68,8 @@ def _run(settings: ServeConfig, ready_file: Path | None) -> None:
     stop = threading.Event()
 
     def on_signal(number: int, _frame: object) -> None:
-        logger.info("%s: draining for at most %g s", signal.Signals(number).name, settings.drain_seconds)
         signal.signal(number, signal.SIG_DFL)  # whoever cannot wait says it twice
+        logger.info("%s: draining for at most %g s", signal.Signals(number).name, settings.drain_seconds)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

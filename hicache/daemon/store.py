@@ -15,6 +15,7 @@ from hicache.clock import Clock
 from hicache.config.serve import ServeConfig
 from hicache.daemon.events import Change, ChangeKind, EventHub
 from hicache.daemon.sessions import Session
+from hicache.errors import BackendTimeout
 from hicache.storage_backends import memory
 from hicache.storage_backends.base import MISS, Reservation, StorageBackend, WriteOutcome
 
@@ -52,6 +53,8 @@ class SharedStore:
         self._hub = hub
         self._lease_seconds = lease_seconds
         self._reports = reports
+        # What a call that timed out may still write to, where the backend cannot stop it: kept for good.
+        self._unsettled: list[Sequence[memoryview]] = []
         self._in_place = backend if isinstance(backend, ReadsInPlace) else None
 
     def probe(self, session: Session, names: Sequence[str]) -> bytes:
@@ -77,11 +80,19 @@ class SharedStore:
             return
         for start, stop in _spans(limits):
             buffers = [memoryview(bytearray(limit)) for limit in limits[start:stop]]
-            sizes = self.backend.read(names[start:stop], buffers)
+            sizes = self._read_into(buffers, names[start:stop])
             yield [
                 (size, buffer[:size] if 0 <= size <= len(buffer) else None)
                 for size, buffer in zip(sizes, buffers, strict=True)
             ]
+
+    def _read_into(self, buffers: Sequence[memoryview], names: Sequence[str]) -> list[int]:
+        try:
+            return self.backend.read(names, buffers)
+        except BackendTimeout:
+            if not self.backend.settles_on_timeout:
+                self._unsettled.append(buffers)
+            raise
 
     def commit(self, reservations: Sequence[Reservation]) -> list[WriteOutcome]:
         """Make reservations visible and tell watchers."""

@@ -291,6 +291,20 @@ class TestWatch:
         for stream in (events, everything):
             stream.cancel()
 
+    def test_a_watcher_that_lags_is_told_what_it_lost(self) -> None:
+        """A router would take a picture with holes for the whole one."""
+        with running_daemon(watch_queue=1) as daemon, generated_client(daemon.address) as stub:
+            backend = GrpcBackend.from_options(Options(address=daemon.address))
+            events = stub.Watch(pb.WatchRequest())
+            assert next(events).HasField("subscribed")
+            write(backend, {key: b"1" for key in "abc"})  # told at once, and only one has room
+            assert len(next(events).changes.changes) == 1
+            assert next(events).lost.changes == 2
+            write(backend, {"d": b"1"})
+            assert [change.key for change in changes(events, 1)] == ["d"]
+            events.cancel()
+            backend.close()
+
     def test_watchers_above_the_limit_are_pushed_back_and_leave_no_trace(self) -> None:
         """Watchers would take every thread of the daemon, or its places would run out with time."""
         with running_daemon(max_watchers=1) as daemon, generated_client(daemon.address) as stub:

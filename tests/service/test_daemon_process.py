@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from hicache.errors import BackendError, BackendTimeout, BackendUnavailable
+from hicache.rpc.v1 import cache_pb2 as pb
 from hicache.storage_backends.base import MISS, WriteOutcome
 from hicache.storage_backends.grpc import GrpcBackend, Options
 from hicache.testing.backend_suite import pattern, read, reserve, write
-from hicache.testing.daemon import DaemonProcess, poll
+from hicache.testing.daemon import DaemonProcess, begin, generated_client, hello, poll
 from hicache.testing.services import free_port
 
 BOUND_S = 15.0
@@ -223,6 +224,40 @@ class TestCommand:
         )
         assert "drained in " in out
         assert "SIGTERM: draining for at most 10 s" in err
+
+    def test_a_second_signal_ends_it_at_once(self, tmp_path: Path) -> None:
+        """An operator in a hurry would have to find the process and kill it."""
+        ready, gate = tmp_path / "ready.json", threading.Event()
+        process = serve(
+            *("--port", "0", "--no-metrics", "--ready-file", str(ready), "--drain-seconds", "300")
+        )
+        try:
+            poll(ready.exists)
+            with generated_client(json.loads(ready.read_text())["address"]) as stub:
+                session = hello(stub).session
+                held = begin(stub, session, {"a": 3})
+
+                def never_ending() -> Iterator[pb.CommitRequest]:
+                    yield pb.CommitRequest(
+                        session=session, reservations=held.reservations, sizes=[3], data=b"a"
+                    )
+                    gate.wait(BOUND_S)
+
+                upload = stub.Commit.future(never_ending(), timeout=BOUND_S)
+                poll(
+                    lambda: stub.Stats(pb.StatsRequest()).counters["hicache_daemon_received_bytes_total"] == 1
+                )
+                process.send_signal(signal.SIGTERM)
+                assert process.stderr is not None
+                while "draining for at most" not in process.stderr.readline():
+                    assert process.poll() is None
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(BOUND_S) == -signal.SIGTERM
+                gate.set()
+                assert upload.exception(BOUND_S) is not None
+        finally:
+            gate.set()
+            ended(process)
 
     @pytest.mark.parametrize("flag", ["--port", "--metrics-port"])
     def test_a_port_in_use_is_one_clear_line(self, daemon: DaemonProcess, flag: str) -> None:
