@@ -18,7 +18,7 @@ TOKEN_BYTES = 4
 
 
 class Component(enum.IntEnum):
-    """A kind of layer state. The value is its eviction priority: evicting one takes the higher values along."""
+    """A kind of layer state. Evicting one takes those of higher value along."""
 
     FULL = 0
     SWA = 1

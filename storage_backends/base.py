@@ -139,6 +139,15 @@ def check_sizes(keys: Sequence[str], sizes: Sequence[int]) -> None:
 
 
 @runtime_checkable
+class HasEpoch(Protocol):
+    """Implemented by backends that can tell when the system behind them started anew, empty."""
+
+    @property
+    def epoch(self) -> int:
+        """Names the run of the system that answered last; 0 before the first answer."""
+
+
+@runtime_checkable
 class RegistersMemory(Protocol):
     """Implemented by backends that move bytes fastest from memory they know (RDMA registration)."""
 

@@ -392,6 +392,7 @@ class HiCache:
         ended = self.executor.poll()
         for done in ended:
             self._jobs.close(done)
+        self._writing.follow_storage()
         self._writing.keep_reserve()
         return bool(ended)
 

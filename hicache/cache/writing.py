@@ -6,7 +6,7 @@ Decides what to write and when; the executor moves it and the tree records it.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hicache.cache.jobs import Jobs
 from hicache.cache.pools import PagePools
@@ -33,6 +33,7 @@ class _StoreWrite:
     plan: WritePlan
     order: list[Component]  # components in the order their entries were handed to the executor
     attempt: int
+    epoch: int  # of storage when it began
 
 
 class WriteDown:
@@ -52,6 +53,9 @@ class WriteDown:
         self._hits = hits_to_write(config.hicache_write_policy)
         self._storing = 0  # FULL pages of stores in flight
         self._writes: dict[int, _HostWrite] = {}
+        self._epoch = executor.storage_epoch
+        self._stored_before = -1  # pages stored in all when the last round of restocking began
+        self._restock_due = False  # storage may have lost what write_through had put there
         self._reserve_due = False  # something was committed or admitted since the last round
         host = pools.capacity(Tier.HOST, Component.FULL)
         self._has_host = host > 0
@@ -89,6 +93,28 @@ class WriteDown:
         if self._executor.has_storage and self._storing < self._store_limit:
             for lease in self._tree.coldest_unwritten(Tier.HOST, self._reserve[Tier.HOST]):
                 self._store(lease, 0, attempt=1)
+                self._tree.release(lease)
+
+    def follow_storage(self) -> None:
+        """Notice that storage may have started anew, empty: forget what it held, and stock it again.
+
+        Restocking is for the policies that keep L3 complete; it goes on, one round of bounded stores
+        after another, while a round gets anything stored.
+        """
+        if self._executor.storage_epoch != self._epoch:
+            self._epoch = self._executor.storage_epoch
+            self._tree.forget_all_stored()
+            self._restock_due = self._hits is not None
+            self._stored_before = -1
+        if not self._restock_due or self._storing or not self._executor.has_storage:
+            return
+        stored = sum(self._stats.stored_pages.values())
+        self._restock_due = stored != self._stored_before
+        if self._restock_due:
+            self._stored_before = stored
+            leases, _ = self._tree.unstored()
+            for lease in leases:
+                self._store(lease, self._hits or 0, attempt=self._config.store_attempts)
                 self._tree.release(lease)
 
     def flush(self) -> int:
@@ -175,13 +201,15 @@ class WriteDown:
         order = sorted(plan.pages)  # FULL ancestors first (law 7)
         refs = [ObjectRef(c, h) for c in order for h in plan.hashes[c]]
         slots = [s for c in order for s in plan.slots[c]]
-        store = _StoreWrite(store_lease, plan, order, attempt)
+        store = _StoreWrite(store_lease, plan, order, attempt, self._executor.storage_epoch)
         self._storing += full
         job = self._jobs.open(JobKind.STORE, lambda done: self._stored(done, store))
         self._executor.start_store(job, refs, slots)
 
     def _stored(self, done: Done, store: _StoreWrite) -> None:
         self._storing -= len(store.plan.pages.get(Component.FULL, ()))
+        if store.epoch != self._executor.storage_epoch:
+            done = replace(done, flags=b"")  # it may have gone with the store that took it
         outcome: dict[Component, Slots] = {}
         at = 0
         for component in store.order:

@@ -49,7 +49,9 @@ class LazyGroup(click.Group):
 def cli(log_level: str) -> None:
     """A tiered KV cache for hybrid-attention language models."""
     logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
+        level=log_level.upper(),
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
     )
 
 

@@ -72,10 +72,21 @@ class LedgerExecutor(Executor):
         self.storage: dict[ObjectRef, Identity] | None = {} if storage else None
         self._jobs: dict[JobId, _Job] = {}
         self._ended: list[Done] = []
+        self._epoch = 1
 
     @property
     def has_storage(self) -> bool:
         return self.storage is not None
+
+    @property
+    def storage_epoch(self) -> int:
+        return self._epoch
+
+    def lose_storage(self) -> None:
+        """Storage restarts empty, as a killed daemon does."""
+        if self.storage:
+            self.storage.clear()
+        self._epoch += 1
 
     def is_open(self, job: JobId) -> bool:
         return job in self._jobs

@@ -58,6 +58,11 @@ class Attachment:
         return self._link.usable
 
     @property
+    def incidents(self) -> int:
+        """Times the store may have lost what it held since it was attached."""
+        return self._link.incidents
+
+    @property
     def quarantined_bytes(self) -> int:
         return self._link.quarantined_bytes
 

@@ -75,6 +75,11 @@ class Executor(ABC):
     def has_storage(self) -> bool:
         """True while a storage backend is attached and not bypassed."""
 
+    @property
+    @abstractmethod
+    def storage_epoch(self) -> int:
+        """Grows when storage may have lost what it held: attached anew, or back after a failure."""
+
     @abstractmethod
     def copy_state(self, source: int, target: int) -> None:
         """Copy one MAMBA family on the device, ordered with the compute stream (copy-on-write)."""

@@ -74,6 +74,7 @@ class TransferExecutor(Executor):
         self._write_lane: Lane = InlineLane() if synchronous else Worker("write")
         self._storage: Attachment | None = None
         self._closed = False
+        self._epochs_before = 1
         if storage is not None:
             self.attach(storage)
 
@@ -82,6 +83,11 @@ class TransferExecutor(Executor):
     @property
     def has_storage(self) -> bool:
         return self._storage is not None and self._storage.usable
+
+    @property
+    def storage_epoch(self) -> int:
+        incidents = self._storage.incidents if self._storage is not None else 0
+        return self._epochs_before + incidents
 
     def attach(self, storage: StorageBackend) -> None:
         """Start using a backend; the caller owns it and closes it after detach() or close()."""
@@ -114,6 +120,7 @@ class TransferExecutor(Executor):
         if self._storage is None:
             return True
         storage, self._storage = self._storage, None
+        self._epochs_before += storage.incidents + 1
         self._detached.append(storage)
         return storage.close(timeout_s)
 

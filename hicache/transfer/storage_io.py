@@ -18,6 +18,7 @@ from hicache.objects import ObjectCodec, Verdict
 from hicache.spec import ModelSpec
 from hicache.storage_backends.base import (
     MISS,
+    HasEpoch,
     RegistersMemory,
     Reservation,
     StorageBackend,
@@ -93,6 +94,10 @@ class StorageLink:
             max_backoff_s=limits.breaker_max_backoff_s,
         )
         self._closing = threading.Event()
+        self._epoch_of = backend if isinstance(backend, HasEpoch) else None
+        self._last_epoch = 0
+        self._suspect = False  # failed since it last worked: it may come back empty
+        self.incidents = 0  # times it may have lost what it held
         self.on_breaker_open: Callable[[], None] = lambda: None
 
     # -- whether to use it ---------------------------------------------------------------------
@@ -327,6 +332,10 @@ class StorageLink:
             )
 
     def _worked(self) -> None:
+        epoch = self._epoch_of.epoch if self._epoch_of is not None else 0
+        if self._suspect or epoch != self._last_epoch:
+            self.incidents += self._suspect or self._last_epoch != 0
+            self._suspect, self._last_epoch = False, epoch
         if self._breaker.success():
             logger.info("%s: storage is back", self._backend.name)
 
@@ -335,6 +344,7 @@ class StorageLink:
         self._breaker_failure(operation, error)
 
     def _breaker_failure(self, operation: str, why: object) -> None:
+        self._suspect = True
         logger.warning("%s: %s failed: %s", self._backend.name, operation, why)
         if self._breaker.failure():
             self._counters.add("breaker_opened")

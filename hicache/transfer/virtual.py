@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hicache.clock import ManualClock
 from hicache.spec import ModelSpec
@@ -91,6 +91,7 @@ class _Pending:
     job: int
     done: Done = field(compare=False)
     start_at: float = field(compare=False, default=0.0)
+    refs: Sequence[ObjectRef] = field(compare=False, default=())  # STORE only
 
 
 class VirtualExecutor(Executor):
@@ -122,6 +123,10 @@ class VirtualExecutor(Executor):
     def has_storage(self) -> bool:
         return self._storage is not None
 
+    @property
+    def storage_epoch(self) -> int:
+        return 1
+
     def copy_state(self, source: int, target: int) -> None:
         return
 
@@ -141,13 +146,9 @@ class VirtualExecutor(Executor):
         self._fetches[job] = self._begin(JobKind.FETCH, job, size, flags)
 
     def start_store(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
-        storage = self._require()
-        size, flags = 0, bytearray(len(refs))
-        for i, ref in enumerate(refs):
-            one = self._page_bytes[ref.component]
-            size += 0 if storage.has(ref) else one
-            flags[i] = storage.put(ref, one)
-        self._begin(JobKind.STORE, job, size, bytes(flags))
+        have = self._present(refs)
+        size = sum(self._page_bytes[r.component] for r, there in zip(refs, have, strict=True) if not there)
+        self._begin(JobKind.STORE, job, size).refs = refs
 
     def arrived(self, job: JobId) -> bytes:
         pending = self._fetches[job]
@@ -166,8 +167,13 @@ class VirtualExecutor(Executor):
     def poll(self) -> list[Done]:
         ended = []
         while self._queue and self._queue[0].finish_at <= self._clock.now():
-            done = heapq.heappop(self._queue).done
+            pending = heapq.heappop(self._queue)
+            done = pending.done
             self._fetches.pop(done.job, None)
+            if done.kind is JobKind.STORE:  # visible after its last byte, not before
+                put = self._require().put
+                flags = bytes(put(ref, self._page_bytes[ref.component]) for ref in pending.refs)
+                done = replace(done, flags=flags)
             ended.append(done)
         return ended
 

@@ -273,6 +273,10 @@ class TreeCore(ABC):
         """Correct the belief that pages (states) are in storage, after a probe found them missing."""
 
     @abstractmethod
+    def forget_all_stored(self) -> None:
+        """Drop every belief about storage, after it may have lost everything; walks the whole tree."""
+
+    @abstractmethod
     def coldest_unwritten(self, tier: Tier, count: int) -> list[Lease]:
         """Lock (on `tier`) the paths that would be evicted next and lack a copy on the tier below.
 

@@ -1,4 +1,4 @@
-"""What storage lacks of the whole tree: for writing everything down before memory goes."""
+"""What storage has and lacks of the whole tree: to forget it, or to write it before memory goes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from hicache.tree.forest import Forest
 from hicache.tree.leases import lock
 from hicache.tree.node import STORED, Node
 from hicache.types import Tier
+
+_NOT_STORED = bytes(flag & ~STORED for flag in range(256))
 
 
 def unstored(f: Forest) -> tuple[list[Lease], int]:
@@ -22,6 +24,18 @@ def unstored(f: Forest) -> tuple[list[Lease], int]:
                 count += pages
                 leases.append(_lock_path(f, root, node))
     return leases, count
+
+
+def forget_all_stored(f: Forest) -> None:
+    """Clear every belief that something is in storage; writes in flight go on."""
+    for root in f.roots.values():
+        for node in _below(root):
+            for flags in (node.flags, node.swa.flags if node.swa is not None else None):
+                if flags is not None:
+                    flags[:] = flags.translate(_NOT_STORED)
+            for state in node.states:
+                state.flags &= ~STORED
+    f.version += 1
 
 
 def _below(root: Node) -> Iterator[Node]:

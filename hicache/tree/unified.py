@@ -147,6 +147,9 @@ class UnifiedTree(TreeCore):
     def coldest_unwritten(self, tier: Tier, count: int) -> list[Lease]:
         return writing.coldest_unwritten(self._forest, tier, count)
 
+    def forget_all_stored(self) -> None:
+        flushing.forget_all_stored(self._forest)
+
     def unstored(self) -> tuple[list[Lease], int]:
         return flushing.unstored(self._forest)
 

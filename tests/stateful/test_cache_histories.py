@@ -125,6 +125,8 @@ def run(world: World, steps: int) -> None:
             aborted += scheduler.abort(live.pop(rng.randrange(len(live))))
         elif action < 0.30:
             scheduler.flush()
+        elif action < 0.31:
+            world.executor.lose_storage()
         elif not scheduler.step():
             scheduler.wait(0.01)
         cache.check_integrity()
