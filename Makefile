@@ -51,9 +51,10 @@ lint: $(VENV)/.dev  ## ruff: rules and format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-format: $(VENV)/.dev  ## Let ruff fix and format in place
+format: $(VENV)/.test $(VENV)/.dev  ## Let ruff fix and format in place; write the README's tree anew
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/python tests/repo/test_readme_tree.py
 
 types: $(VENV)/.dev view  ## mypy, strict
 	@cd build/view && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p hicache
