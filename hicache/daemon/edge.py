@@ -97,7 +97,7 @@ class Edge:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._running = 0
-        self._ended = 0
+        self._answered = 0
 
     @property
     def running(self) -> int:
@@ -105,9 +105,9 @@ class Edge:
         return self._running
 
     @property
-    def ended(self) -> int:
-        """Calls that ended since the start."""
-        return self._ended
+    def answered(self) -> int:
+        """Calls that ended with an answer, whatever it says, since the start."""
+        return self._answered
 
     def unary(
         self, name: str, kind: type[Request], handle: Callable[[Request], Message]
@@ -159,7 +159,7 @@ class Edge:
         finally:
             with self._lock:
                 self._running -= 1
-                self._ended += 1
+                self._answered += code is not grpc.StatusCode.CANCELLED
             self._metrics.call_seconds.labels(name).observe(time.perf_counter() - started)
             self._metrics.calls.labels(name, code.name).inc()
         if code is not grpc.StatusCode.OK:

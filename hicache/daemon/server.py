@@ -134,12 +134,11 @@ class Daemon:
         began = time.monotonic()
         self._service.draining = True
         self._health.enter_graceful_shutdown()
+        answered, running = self._edge.answered, self._edge.running
         self._hub.close()  # watchers would never end by themselves
-        ended = self._edge.ended
-        running = self._edge.running
         self._server.stop(self._config.drain_seconds).wait()
-        finished = min(running, self._edge.ended - ended)
-        cut_off = self._edge.running
+        finished = self._edge.answered - answered
+        cut_off = max(0, running - finished)
         self._stopping.set()
         self._housekeeper.join()
         if self._metrics_server is not None:

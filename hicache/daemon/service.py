@@ -234,10 +234,7 @@ class CacheService:
         )
 
     def commit(self, stream: Iterator[bytes], context: Context) -> pb.CommitReply:
-        raw = next(stream, None)
-        if raw is None:
-            raise BadRequest("a Commit without a message")
-        request, data = _commit_request(raw)
+        request, data = _commit_request(stream)
         session = self._sessions.get(request.session)
         self._check_sizes(len(request.reservations), request.sizes)
         upload = self._writes.claim(session, request.reservations, request.sizes, context.cancel)
@@ -246,14 +243,11 @@ class CacheService:
                 upload.feed(data)
                 self._metrics.received_bytes.inc(len(data))
                 self._writes.note_progress(upload)
-                raw = next(stream, None)
-                if raw is None:
+                if request.last:
                     break
-                request, data = _commit_request(raw)
-                if request.ByteSize():
-                    raise BadRequest("only the first message of a Commit names anything but data")
-            if not context.is_active():
-                raise Cancelled("the caller gave up")
+                request, data = _commit_request(stream)
+                if request.session or request.reservations or request.sizes:
+                    raise BadRequest("only the first message of a Commit names reservations")
             outcomes = self._writes.finish(upload)
         finally:
             self._writes.abandon(upload)
@@ -343,7 +337,14 @@ def _read_reply(sizes: Sequence[int], parts: Sequence[memoryview]) -> bytes:
     return wire.join_data(pb.ReadReply(sizes=sizes).SerializeToString(), wire.READ_DATA_FIELD, parts)
 
 
-def _commit_request(raw: bytes) -> tuple[pb.CommitRequest, memoryview]:
+def _commit_request(stream: Iterator[bytes]) -> tuple[pb.CommitRequest, memoryview]:
+    """Return the next message of an upload, and its data. Raises Cancelled and BadRequest.
+
+    gRPC's stream may end like a finished one when its client is killed; so only `last` ends an upload.
+    """
+    raw = next(stream, None)
+    if raw is None:
+        raise Cancelled("the stream ended without a message that says last")
     try:
         rest, data = wire.split_data(raw, wire.COMMIT_DATA_FIELD)
     except ValueError as error:

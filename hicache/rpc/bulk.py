@@ -60,6 +60,7 @@ def upload(
     """Yield the messages of a Commit: reservations by number, and the bytes of each from its buffer."""
     head = pb.CommitRequest(session=session, reservations=numbers, sizes=[len(b) for b in buffers])
     rest = head.SerializeToString()
+    last = pb.CommitRequest(last=True).SerializeToString()
     parts: list[memoryview] = []
     filled = 0
     for buffer in buffers:
@@ -71,4 +72,4 @@ def upload(
             parts.append(piece)
             filled += len(piece)
             buffer = buffer[len(piece) :]
-    yield wire.join_data(rest, wire.COMMIT_DATA_FIELD, parts)
+    yield wire.join_data(rest + last, wire.COMMIT_DATA_FIELD, parts)  # messages merge by concatenation

@@ -54,6 +54,7 @@ class TestGeneratedClients:
         assert list(reserved.outcomes) == [pb.WRITE_OUTCOME_RESERVED]
         messages = [pb.CommitRequest(session=session, reservations=reserved.reservations, sizes=[300_000])]
         messages += [pb.CommitRequest(data=data[i : i + 100_000]) for i in range(0, 300_000, 100_000)]
+        messages += [pb.CommitRequest(last=True)]
         assert list(stub.Commit(iter(messages), timeout=BOUND_S).outcomes) == [pb.WRITE_OUTCOME_STORED]
         request = pb.ReadRequest(session=session, keys=["a", "b", "a"], limits=[300_000, 10, 299_999])
         replies = list(stub.Read(request, timeout=BOUND_S))
@@ -65,7 +66,9 @@ class TestGeneratedClients:
         first, second = hello(stub, client_id="a").session, hello(stub, client_id="b").session
         won = begin(stub, first, {"k": 3})
         assert list(begin(stub, second, {"k": 3}).outcomes) == [pb.WRITE_OUTCOME_EXISTS]
-        commit = pb.CommitRequest(session=first, reservations=won.reservations, sizes=[3], data=b"abc")
+        commit = pb.CommitRequest(
+            session=first, reservations=won.reservations, sizes=[3], data=b"abc", last=True
+        )
         assert list(stub.Commit(iter([commit]), timeout=BOUND_S).outcomes) == [pb.WRITE_OUTCOME_STORED]
         assert list(begin(stub, second, {"k": 3}).outcomes) == [pb.WRITE_OUTCOME_EXISTS]
 
@@ -74,10 +77,14 @@ class TestGeneratedClients:
         mine, other = hello(stub).session, hello(stub).session
         held = begin(stub, mine, {"k": 3})
         stub.Abort(pb.AbortRequest(session=other, reservations=held.reservations), timeout=BOUND_S)
-        stolen = pb.CommitRequest(session=other, reservations=held.reservations, sizes=[3], data=b"bad")
+        stolen = pb.CommitRequest(
+            session=other, reservations=held.reservations, sizes=[3], data=b"bad", last=True
+        )
         assert list(stub.Commit(iter([stolen]), timeout=BOUND_S).outcomes) == [pb.WRITE_OUTCOME_FAILED]
         assert present(stub, mine, "k") == [0]
-        commit = pb.CommitRequest(session=mine, reservations=held.reservations, sizes=[3], data=b"abc")
+        commit = pb.CommitRequest(
+            session=mine, reservations=held.reservations, sizes=[3], data=b"abc", last=True
+        )
         assert list(stub.Commit(iter([commit]), timeout=BOUND_S).outcomes) == [pb.WRITE_OUTCOME_STORED]
 
 
@@ -197,7 +204,7 @@ class TestWrites:
 
         def messages() -> Iterator[pb.CommitRequest]:
             yield pb.CommitRequest(
-                session=session, reservations=held.reservations, sizes=[3, 3], data=b"abcx"
+                session=session, reservations=held.reservations, sizes=[3, 3], data=b"abcxyz"
             )
             sent.set()
             broken.wait(BOUND_S)
@@ -379,7 +386,7 @@ class TestOperation:
             def messages() -> Iterator[pb.CommitRequest]:
                 yield pb.CommitRequest(session=session, reservations=held.reservations, sizes=[3], data=b"ab")
                 gate.wait(BOUND_S)
-                yield pb.CommitRequest(data=b"c")
+                yield pb.CommitRequest(data=b"c", last=True)
 
             call = stub.Commit.future(messages(), timeout=BOUND_S)
             poll(lambda: daemon.metrics.counters().get("hicache_daemon_received_bytes_total") == 2)
@@ -390,7 +397,27 @@ class TestOperation:
             gate.set()
             assert list(call.result(BOUND_S).outcomes) == [pb.WRITE_OUTCOME_STORED]
             drain.join(BOUND_S)
-            assert (drained[0].finished, drained[0].cut_off) == (1, 0)
+            assert drained[0].finished >= 1  # and of the polls above what got in before the drain
+            assert drained[0].cut_off == 0
+
+    def test_draining_ends_in_time_and_says_what_it_cut_off(self) -> None:
+        """A replica that hangs in a call would keep the daemon from ever restarting."""
+        with running_daemon(drain_seconds=0.2) as daemon, generated_client(daemon.address) as stub:
+            session = hello(stub).session
+            held = begin(stub, session, {"a": 3})
+            gate = threading.Event()
+
+            def messages() -> Iterator[pb.CommitRequest]:
+                yield pb.CommitRequest(session=session, reservations=held.reservations, sizes=[3], data=b"ab")
+                gate.wait(BOUND_S)
+
+            call = stub.Commit.future(messages(), timeout=BOUND_S)
+            poll(lambda: daemon.metrics.counters().get("hicache_daemon_received_bytes_total") == 2)
+            drained = daemon.drain()
+            gate.set()
+            assert (drained.finished, drained.cut_off) == (0, 1)
+            assert drained.seconds < 5.0
+            assert call.exception(BOUND_S) is not None
 
     def test_draining_does_not_wait_for_watchers(self, daemon: Daemon, stub: CacheStub) -> None:
         """Every router connected would delay a restart by the whole drain time."""

@@ -81,7 +81,7 @@ def test_lists_that_do_not_match_are_refused(stub: CacheStub) -> None:
         ([3], [], b"abcd"),
         ([2], [], b"ab"),
         ([3, 3], [], b"abc"),
-        ([3], [pb.CommitRequest(sizes=[3], data=b"c")], b"ab"),
+        ([3], [pb.CommitRequest(sizes=[3], data=b"c", last=True)], b"ab"),
     ],
     ids=["short", "long", "not the reserved size", "more sizes than reservations", "a second header"],
 )
@@ -91,10 +91,22 @@ def test_an_upload_that_contradicts_itself_leaves_nothing(
     """A writer with a bug would publish a page with a hole."""
     session = hello(stub).session
     held = begin(stub, session, {"a": 3})
-    first = pb.CommitRequest(session=session, reservations=held.reservations, sizes=sizes, data=data)
+    first = pb.CommitRequest(
+        session=session, reservations=held.reservations, sizes=sizes, data=data, last=not rest
+    )
     call = lambda: stub.Commit(iter([first, *rest]), timeout=BOUND_S)  # noqa: E731
     assert status(call) is grpc.StatusCode.INVALID_ARGUMENT
     assert present(stub, session, "a") == [0]
+
+
+def test_an_upload_that_ends_without_saying_so_leaves_nothing(stub: CacheStub) -> None:
+    """A killed client's stream looks as if it had ended; its objects would be stored without its word."""
+    session = hello(stub).session
+    held = begin(stub, session, {"a": 3})
+    all_there = pb.CommitRequest(session=session, reservations=held.reservations, sizes=[3], data=b"abc")
+    assert status(lambda: stub.Commit(iter([all_there]), timeout=BOUND_S)) is grpc.StatusCode.CANCELLED
+    assert present(stub, session, "a") == [0]
+    assert list(begin(stub, session, {"a": 3}).outcomes) == [pb.WRITE_OUTCOME_RESERVED]
 
 
 def test_a_session_it_never_gave_is_not_found(stub: CacheStub) -> None:

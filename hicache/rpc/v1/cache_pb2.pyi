@@ -148,16 +148,18 @@ class BeginWriteReply(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[_Union[WriteOutcome, str]]] = ..., reservations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("session", "reservations", "sizes", "data")
+    __slots__ = ("session", "reservations", "sizes", "data", "last")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     session: int
     reservations: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
-    def __init__(self, session: _Optional[int] = ..., reservations: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    last: bool
+    def __init__(self, session: _Optional[int] = ..., reservations: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., last: bool = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("outcomes",)

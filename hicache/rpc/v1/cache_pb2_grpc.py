@@ -125,9 +125,9 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request_iterator, context):
-        """Fills reservations and makes each visible, when the caller ends the stream and not before: a
-        stream that breaks leaves nothing visible. The first message names reservations and sizes and
-        may carry data; later ones carry data only.
+        """Fills reservations and makes each visible, once the message that says `last` is there and not
+        before: a stream that breaks leaves nothing visible. The first message names reservations and
+        sizes; every message may carry data.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

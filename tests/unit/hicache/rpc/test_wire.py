@@ -83,6 +83,7 @@ def test_an_upload_is_the_objects_in_order_and_no_message_is_too_large(
     sent = [pb.CommitRequest.FromString(m) for m in bulk.upload(7, numbers, views, max_message=most)]
     assert b"".join(m.data for m in sent) == b"".join(contents)
     assert all(0 < len(m.data) <= most for m in sent)
+    assert [m.last for m in sent] == [False] * (len(sent) - 1) + [True]
     assert (sent[0].session, list(sent[0].reservations)) == (7, numbers)
     assert list(sent[0].sizes) == [len(c) for c in contents]
     assert not any(m.reservations or m.session for m in sent[1:])
