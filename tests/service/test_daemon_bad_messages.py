@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from hicache.daemon.server import Daemon
 from hicache.rpc.v1 import cache_pb2 as pb
 from hicache.rpc.v1.cache_pb2_grpc import CacheStub
+from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.daemon import begin, generated_client, hello, present, running_daemon, status
 
 BOUND_S = 10.0
@@ -124,3 +125,32 @@ def test_a_message_above_the_limit_is_pushed_back(daemon: Daemon, stub: CacheStu
     """One message could take all the daemon's memory."""
     request = pb.ProbeRequest(session=hello(stub).session, keys=["k" * (4 << 20)])
     assert status(lambda: stub.Probe(request, timeout=BOUND_S)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class _Broken(MemoryBackend):
+    """A store with a bug."""
+
+    def probe(self, keys: Sequence[str]) -> bytes:
+        raise RuntimeError("a bug in the store")
+
+
+def test_a_bug_costs_one_call_and_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """One bad call would take the daemon down for every replica, or leave nothing to find it by."""
+    with (
+        running_daemon(backend=_Broken(capacity_bytes=1 << 20)) as daemon,
+        generated_client(daemon.address) as stub,
+    ):
+        session = hello(stub).session
+        assert status(lambda: present(stub, session, "a")) is grpc.StatusCode.INTERNAL
+        assert "a bug in the store" in caplog.text
+        assert "Traceback" in caplog.text
+        assert list(begin(stub, session, {"a": 3}).outcomes) == [pb.WRITE_OUTCOME_RESERVED]
+
+
+def test_a_store_that_is_away_is_a_status_and_not_a_miss() -> None:
+    """Replicas would take an outage of the store for an empty one and store everything again."""
+    backend = MemoryBackend(capacity_bytes=1 << 20)
+    with running_daemon(backend=backend) as daemon, generated_client(daemon.address) as stub:
+        session = hello(stub).session
+        backend.close()
+        assert status(lambda: present(stub, session, "a")) is grpc.StatusCode.UNAVAILABLE
