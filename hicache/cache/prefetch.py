@@ -55,6 +55,7 @@ class _Prefetch:
     request: Request
     job: JobId
     known: int  # pages reachable without storage when it was planned (the host boundary)
+    asked: int  # FULL pages below this were on device or host, and were not asked for
     limit: int  # pages
     hashes: list[bytes]  # of pages [0, limit)
     parts: list[_Part]
@@ -63,6 +64,7 @@ class _Prefetch:
     phase: _Phase = _Phase.PROBING
     blocked_since: float | None = None
     reason: str = ""  # why it ended
+    anchor: Lease | None = None  # keeps what the pages being fetched will hang on
     lease: Lease | None = None  # keeps what was published until admission
 
     def split(self, flags: bytes) -> list[tuple[_Part, bytes]]:
@@ -131,6 +133,7 @@ class Prefetcher:
         limit = (len(tokens) - 1) // page
         looks = self._found[request.rid].looks + 1 if request.rid in self._found else 1
         self._found[request.rid] = _Found(found.host, looks)
+        before = self._by_rid.pop(request.rid, None)
         if (limit - found.host) * page < self._threshold:
             self._stats.prefetch["below_threshold"] += 1
             return
@@ -139,7 +142,8 @@ class Prefetcher:
         hashes = known + page_hashes(known[-1] if known else request.scope, rest, page)
         parts = self._missing(found, self._tree.presence(found), limit)
         job = self._jobs.open(JobKind.PROBE, lambda done: self._probed(done, prefetch))
-        prefetch = _Prefetch(request, job, found.host, limit, hashes, parts, self._clock.now())
+        prefetch = _Prefetch(request, job, found.host, found.full, limit, hashes, parts, self._clock.now())
+        prefetch.blocked_since = before.blocked_since if before is not None else None
         self._by_rid[request.rid] = prefetch
         self._executor.start_probe(job, prefetch.refs())
 
@@ -184,7 +188,6 @@ class Prefetcher:
         tokens = request.tokens
         if self._tree.match(request.scope, tokens, len(tokens) - 1).host >= found.host:
             return None
-        self._by_rid.pop(request.rid, None)
         self.start(request)
         return self._by_rid.get(request.rid)
 
@@ -221,12 +224,12 @@ class Prefetcher:
 
     def release_leases(self) -> int:
         """Let go of everything published for queued requests; returns how many leases that were."""
-        held = [p for p in self._by_rid.values() if p.lease is not None]
-        for prefetch in held:
-            assert prefetch.lease is not None
-            self._tree.release(prefetch.lease)
-            prefetch.lease = None
-        return len(held)
+        leases = [lease for p in self._by_rid.values() for lease in (p.anchor, p.lease) if lease is not None]
+        for prefetch in self._by_rid.values():
+            prefetch.anchor = prefetch.lease = None
+        for lease in leases:
+            self._tree.release(lease)
+        return len(leases)
 
     # -- continuations -------------------------------------------------------------------------
 
@@ -238,6 +241,10 @@ class Prefetcher:
             return
         request = prefetch.request
         found = self._tree.match(request.scope, request.tokens, prefetch.limit * self._rules.page_size)
+        if found.full < prefetch.asked and self._found[request.rid].looks < _MAX_LOOKS:
+            self._end(prefetch, "anchor_lost")  # evicted meanwhile: what lies between was not asked for
+            self.start(request)
+            return
         there: dict[Component, set[int]] = {}
         for part, flags in prefetch.split(done.flags):
             there[part.component] = set(compress(part.positions, flags))
@@ -308,14 +315,15 @@ class Prefetcher:
         if presence.checkpoints is not None:
             states = [target] if target in presence.checkpoints else []
             parts.append(_Part(Component.MAMBA, [] if states else [target]))
-        # What the fetched pages will hang on must survive the evictions of this allocation.
+        # What the fetched pages will hang on must survive until they are there.
         anchor = self._tree.lock(
             found, found.full, Tier.HOST, swa_start=min(window_start, found.full), states=states
         )
         taken = self._pools.allocate(Tier.HOST, {p.component: len(p.positions) for p in parts})
-        self._tree.release(anchor)
         if taken is None:
+            self._tree.release(anchor)
             return "host_capacity"
+        prefetch.anchor = anchor
         for part in parts:
             part.slots = taken[part.component]
         prefetch.parts, prefetch.known = parts, found.host
@@ -377,14 +385,20 @@ class Prefetcher:
 
     def _end(self, prefetch: _Prefetch, reason: str) -> None:
         prefetch.phase, prefetch.reason = _Phase.ENDED, reason
+        if prefetch.anchor is not None:
+            self._tree.release(prefetch.anchor)
+            prefetch.anchor = None
         self._stats.prefetch[reason] += 1
 
     # -- accounting ----------------------------------------------------------------------------
 
     def _reserved(self) -> int:
-        """FULL host pages that queued requests hold: reads in flight, and what was published for them."""
+        """FULL host pages that queued requests hold: reads in flight and what they hang on, and what was
+        published for them."""
         reading = sum(len(p.parts[0].slots) for p in self._fetching.values() if p.lease is None)
-        return reading + sum(p.lease.depth - p.known for p in self._by_rid.values() if p.lease is not None)
+        anchored = sum(p.anchor.depth for p in self._fetching.values() if p.anchor is not None)
+        published = sum(p.lease.depth - p.known for p in self._by_rid.values() if p.lease is not None)
+        return reading + anchored + published
 
     def held(self) -> dict[Component, Slots]:
         """Host slots of reads in flight that are not in the tree, for the accounting check."""

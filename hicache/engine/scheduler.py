@@ -165,9 +165,11 @@ class Scheduler:
                 raise TimeoutError(f"{len(self._waiting)} queued, {len(self._running)} running, no progress")
 
     def _admit(self) -> bool:
+        """Admit while the coming chunk has room: a hit is as deep as it can be, and locked, only then."""
+        backlog = sum(len(r.tokens) - r.computed for r in self._running if not self._decoding(r))
         admitted = False
         for request in list(self._waiting):
-            if len(self._running) >= self._max_running:
+            if len(self._running) >= self._max_running or backlog >= self.cache.config.chunked_prefill_size:
                 break
             if not self.cache.ready(request):
                 continue
@@ -175,19 +177,25 @@ class Scheduler:
                 break  # no overtaking for memory: the oldest would starve
             self._waiting.remove(request)
             self._running.append(request)
+            backlog += len(request.tokens) - request.computed
             admitted = True
         return admitted
+
+    @staticmethod
+    def _decoding(request: Request) -> bool:
+        """True if only the last sampled token, or nothing, is left to compute."""
+        left = len(request.tokens) - request.computed
+        return left == 0 or (left == 1 and len(request.tokens) > request.prompt_length)
 
     def _prefill(self) -> bool:
         budget, computed = self.cache.config.chunked_prefill_size, False
         for request in list(self._running):
-            left = len(request.tokens) - request.computed
             if budget <= 0:
                 break
-            if left == 0 or (left == 1 and len(request.tokens) > request.prompt_length):
-                continue  # decoding
+            if self._decoding(request):
+                continue
             start = request.computed
-            end = start + min(budget, left)
+            end = start + min(budget, len(request.tokens) - start)
             if not self.cache.extend(request, end):
                 continue
             budget -= end - start
