@@ -85,6 +85,7 @@ class TreeHistory:
             (self._written, 5),
             (self._forget, 1),
             (self._reserve, 1),
+            (self._flush, 1),
             (self._reclaim, 1),
             (self._hash, 1),
         ]
@@ -376,6 +377,11 @@ class TreeHistory:
         self._give(HOST, left)
 
     def _forget(self) -> None:
+        if self.random.random() < 0.2:
+            self.trail.append("forget all that is stored")
+            self.tree.forget_all_stored()
+            for page in self.oracle.pages():
+                page.stored.clear()
         active = self._one()
         if active is None or not active.held.path:
             return
@@ -406,6 +412,16 @@ class TreeHistory:
             copied = FULL in first.stored if tier is HOST else first.has(FULL, HOST)
             if not copied and (FULL, target) not in first.busy and first not in covered:
                 raise InvariantViolation(f"the coldest page, at depth {first.depth}, is not locked")
+        for lease in leases:
+            self.tree.release(lease)
+
+    def _flush(self) -> None:
+        """Paths that storage lacks are locked; those that it has whole need not be."""
+        leases, count = self.tree.unstored()
+        missing = [page for page in self.oracle.pages() if FULL not in page.stored]
+        _equal(count, len(missing), "unstored pages")
+        deepest = max((page.depth for page in missing), default=0)
+        _equal(max((lease.depth for lease in leases), default=0) >= deepest, True, "depth locked to flush")
         for lease in leases:
             self.tree.release(lease)
 

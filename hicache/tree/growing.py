@@ -119,13 +119,21 @@ def insert(
         raise InvariantViolation(f"pages up to {start} are not on the device, only {node.device_end}")
     offer = _Offer(Tier.DEVICE, view, start, end, full, swa, now, priority, end * f.page_size)
     out = Inserted(array("i"), array("i"), offer.rejected, 0)
-    at = start
+    node = _extend_path(f, offer, node, out)
+    if states:
+        _adopt_states(f, offer, node, states, end)
+    move(f, held, node, end)
+    f.version += 1
+    return out
+
+
+def _extend_path(f: Forest, offer: _Offer, node: Node, out: Inserted) -> Node:
+    """Lay device pages [start, end) along the tree from `node` on; return the node they end in."""
+    at, end, view, step = offer.start, offer.end, offer.view, f.page_bytes
     while at < end:
         if at < node.end:
-            agreed = common_bytes(
-                node.tokens, (at - node.start) * f.page_bytes, view, at * f.page_bytes, end * f.page_bytes
-            )
-            stop = at + agreed // f.page_bytes
+            agreed = common_bytes(node.tokens, (at - node.start) * step, view, at * step, end * step)
+            stop = at + agreed // step
             if stop > at:
                 _join_device(f, offer, node, at, stop, out)
                 at = stop
@@ -133,18 +141,12 @@ def insert(
                 break
             if at < node.end:
                 node = f.split(node, at)
-        key = bytes(view[at * f.page_bytes : (at + 1) * f.page_bytes])
+        key = bytes(view[at * step : (at + 1) * step])
         child = node.children.get(key)
-        if child is not None:
-            node = child
-            continue
-        node = _grow_device(f, offer, node, at, key, out)
-        at = end
-    if states:
-        _adopt_states(f, offer, node, states, end)
-    move(f, held, node, end)
-    f.version += 1
-    return out
+        if child is None:
+            return _grow_device(f, offer, node, at, key, out)
+        node = child
+    return node
 
 
 def _join_device(f: Forest, offer: _Offer, node: Node, at: int, stop: int, out: Inserted) -> None:
@@ -310,29 +312,7 @@ def insert_host(
     swa = _check_offer(f, view, start, end, full, swa)
     offer = _Offer(Tier.HOST, view, start, end, full, swa, now, 0, end * f.page_size)
     offer.stored = stored
-    step = f.page_bytes
-    node = f.root(scope)
-    at = 0
-    while at < end:
-        key = bytes(view[at * step : (at + 1) * step])
-        child = node.children.get(key) if at == node.end else node
-        if child is None:
-            grown = _grow_host(f, offer, node, at, key) if at >= start else None
-            if grown is not None:
-                node, at = grown, grown.end
-            break
-        node = child
-        agreed = common_bytes(node.tokens, (at - node.start) * step, view, at * step, end * step)
-        stop = at + agreed // step
-        if stop > max(at, start):
-            _join_host(f, offer, node, max(at, start), stop)
-        at = stop
-        if at == end:
-            break
-        if at < node.end:
-            if at < start or full[at - start] < 0:
-                break
-            node = f.split(node, at)
+    node, at = _lay_host(f, offer, f.root(scope))
     done = max(at, start)
     offer.reject(Component.FULL, full[done - start :])
     if swa is not None:
@@ -344,6 +324,28 @@ def insert_host(
     f.drop_idle_roots(scope)
     f.version += 1
     return offer.rejected
+
+
+def _lay_host(f: Forest, offer: _Offer, node: Node) -> tuple[Node, int]:
+    """Lay host pages along the tree from the root on; return the last node and the page reached."""
+    at, start, end, view, step = 0, offer.start, offer.end, offer.view, f.page_bytes
+    while at < end:
+        key = bytes(view[at * step : (at + 1) * step])
+        child = node.children.get(key) if at == node.end else node
+        if child is None:
+            grown = _grow_host(f, offer, node, at, key) if at >= start else None
+            return (node, at) if grown is None else (grown, grown.end)
+        node = child
+        agreed = common_bytes(node.tokens, (at - node.start) * step, view, at * step, end * step)
+        stop = at + agreed // step
+        if stop > max(at, start):
+            _join_host(f, offer, node, max(at, start), stop)
+        at = stop
+        if at < min(node.end, end):
+            if at < start or offer.full[at - start] < 0:
+                break
+            node = f.split(node, at)
+    return node, at
 
 
 def _join_host(f: Forest, offer: _Offer, node: Node, at: int, stop: int) -> None:

@@ -15,7 +15,7 @@ from hicache.tree.base import Lease, Match, PathPresence, PathSlots
 from hicache.tree.forest import Forest, byte_view
 from hicache.tree.node import Node
 from hicache.tree.window import HOLE
-from hicache.types import NO_SLOT, Component, Slots, Tier, TokenBuffer
+from hicache.types import Component, Slots, Tier, TokenBuffer
 
 _NUMPY_FROM = 4096  # bytes from which numpy finds a mismatch faster than bisection
 
@@ -77,20 +77,38 @@ def match(f: Forest, scope: bytes, tokens: TokenBuffer, limit: int) -> Match:
     found.branch = ()
     node = f.roots.get(scope)
     found.node = node
-    found.full = found.full_device = found.device = found.host = 0
     if node is None:
+        found.full = found.full_device = found.device = found.host = 0
         return found
+    path, full, device = _walk(f, node, view, pages)
+    if path:
+        found.node = path[-1]
+    found.full = full
+    found.full_device = device
+    if not (f.swa or f.mamba):
+        found.device = device
+        found.host = full
+        return found
+    found.device = _deepest(f, path, device, Tier.DEVICE)
+    found.host = _deepest(f, path, full, None) if any(f.resident[Tier.HOST]) else found.device
+    if full > found.host:
+        found.branch = (full,)
+    return found
 
+
+def _walk(f: Forest, node: Node, view: memoryview, pages: int) -> tuple[list[Node], int, int]:
+    """Return the nodes of a path, how many pages agree, and how many of those are on the device."""
+    step = f.page_bytes
     full = device = 0
     path: list[Node] = []
     while full < pages:
-        child = node.children.get(bytes(view[full * step : (full + 1) * step]))
+        at = full * step
+        child = node.children.get(bytes(view[at : at + step]))
         if child is None:
             break
         path.append(child)
         node = child
         held = child.tokens
-        at = full * step
         if device == full:
             device += len(child.device)
         if held.startswith(view[at : at + len(held)]) and child.end <= pages:
@@ -100,21 +118,7 @@ def match(f: Forest, scope: bytes, tokens: TokenBuffer, limit: int) -> Match:
         if device > full:
             device = full
         break
-    found.node = node
-    found.full = full
-    found.full_device = device
-    if not (f.swa or f.mamba):
-        found.device = device
-        found.host = full
-        return found
-    found.device = _deepest(f, path, device, Tier.DEVICE)
-    if f.resident[1][0] or f.resident[1][1] or f.resident[1][2]:
-        found.host = _deepest(f, path, full, None)
-    else:
-        found.host = found.device
-    if full > found.host:
-        found.branch = (full,)
-    return found
+    return path, full, device
 
 
 def _deepest(f: Forest, path: list[Node], limit: int, tier: Tier | None) -> int:
@@ -168,6 +172,7 @@ def reach_of(at: Match | Lease) -> int:
 
 
 def check_boundary(at: Match | Lease, boundary: int) -> None:
+    """Raise ValueError unless `at` reaches `boundary`."""
     if not 0 <= boundary <= reach_of(at):
         raise ValueError(f"boundary {boundary} is outside of [0, {reach_of(at)}]")
 
@@ -261,18 +266,5 @@ def page_hashes(f: Forest, at: Match | Lease, start: int, end: int) -> list[byte
 
 
 def resident(f: Forest, tier: Tier, component: Component) -> int:
+    """Return how many pages of a component the tree has on a tier; storage is not the tree's to count."""
     return f.resident[tier][component] if tier in (Tier.DEVICE, Tier.HOST) else 0
-
-
-def device_reach(path: list[Node]) -> int:
-    """Return how many leading pages of a path are on the device."""
-    reach = 0
-    for node in path:
-        reach += len(node.device)
-        if node.device_end < node.end:
-            break
-    return reach
-
-
-def has_hole(slots: Slots) -> bool:
-    return NO_SLOT in slots

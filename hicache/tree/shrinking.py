@@ -258,7 +258,8 @@ def _evict_swa(f: Forest, tier: Tier, count: int, out: Evicted) -> None:
 def _tombstone(f: Forest, run: Run, tier: Tier, count: int, freed: Freed) -> tuple[int, list[TreeLease], int]:
     """Take up to `count` unprotected pages of a run; return (taken, the leases in the way, pages left)."""
     node = run.node
-    assert node is not None and node.swa is not None
+    assert node is not None
+    assert node.swa is not None
     base = node.start
     has = node.swa.has(tier)
     guards = sorted(

@@ -6,6 +6,7 @@ Positions are absolute, in pages. Decides nothing: what to adopt, protect or evi
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -99,6 +100,7 @@ class Window:
     # -- reading -------------------------------------------------------------------------------
 
     def slot(self, tier: Tier, at: int) -> int:
+        """Return a page's slot on a tier, or NO_SLOT."""
         vector = self.device if tier is Tier.DEVICE else self.host
         return NO_SLOT if vector is None else vector[at - self.node.start]
 
@@ -109,6 +111,7 @@ class Window:
         return bytes(len(self.any)) if self.host is None else presence(self.host)
 
     def make_flags(self) -> bytearray:
+        """Return the flags, made on first use."""
         if self.flags is None:
             self.flags = bytearray(len(self.any))
         return self.flags
@@ -152,10 +155,10 @@ class Window:
     def prune(self, start: int, end: int, gone: Callable[[Run], None]) -> None:
         """Drop the runs overlapping [start, end) that have no page left."""
         base, runs = self.node.start, self.runs
-        i = len(runs) - 1
+        i = self._starting_before(end) - 1
         while i >= 0 and runs[i].end > start:
             run = runs[i]
-            if run.start < end and self.any.find(1, run.start - base, run.end - base) < 0:
+            if self.any.find(1, run.start - base, run.end - base) < 0:
                 del runs[i]
                 run.node = None
                 gone(run)
@@ -170,7 +173,7 @@ class Window:
             run = Run(self.node, start, end, stats)
             runs.append(run)
             return [run]
-        i = len(runs)
+        i = self._starting_before(end)
         while i > 0 and runs[i - 1].end > start:
             i -= 1
         found: list[Run] = []
@@ -195,18 +198,15 @@ class Window:
         inside: list[Run] = []
         fresh: list[Run] = []
         runs = self.runs
-        i = len(runs) - 1
+        i = self._starting_before(end) - 1
         while i >= 0 and runs[i].end > start:
             run = runs[i]
-            if run.start < end:
-                if run.end > end:
-                    fresh.append(self._split_run(i, end))
-                    run = runs[i]
-                if run.start < start:
-                    fresh.append(run)
-                    self._split_run(i, start)
-                    run = runs[i + 1]
-                inside.append(run)
+            if run.end > end:
+                fresh.append(self._split_run(i, end))
+            if run.start < start:
+                fresh.append(run)
+                run = self._split_run(i, start)
+            inside.append(run)
             i -= 1
         if fresh:
             touched = inside + fresh
@@ -215,6 +215,13 @@ class Window:
             inside = [run for run in inside if run.node is not None]
             fresh = [run for run in touched if run.node is not None]
         return inside, fresh
+
+    def _starting_before(self, end: int) -> int:
+        """Return how many runs start before `end`."""
+        runs = self.runs
+        if not runs or runs[-1].start < end:
+            return len(runs)
+        return bisect_left(runs, end, key=_run_start)
 
     def _split_run(self, i: int, at: int) -> Run:
         """Split run i at `at`; the existing object keeps the front. Returns the back."""
@@ -230,12 +237,9 @@ class Window:
         """Give [start, at) to `upper`; called before the node's own start moves."""
         k = at - self.node.start
         runs = self.runs
-        i = len(runs)
-        while i > 0 and runs[i - 1].end > at:
-            i -= 1
-        if i < len(runs) and runs[i].start < at:
-            self._split_run(i, at)
-            i += 1
+        i = self._starting_before(at)
+        if i and runs[i - 1].end > at:
+            self._split_run(i - 1, at)
         upper.device, self.device = self.device, self.device[k:]
         upper.device_has, self.device_has = self.device_has, self.device_has[k:]
         upper.any, self.any = self.any, self.any[k:]
@@ -294,6 +298,10 @@ class Window:
             at = run.end
         if self.any.find(1, at - node.start) >= 0:
             raise InvariantViolation(f"an SWA page from {at} on is in no run")
+
+
+def _run_start(run: Run) -> int:
+    return run.start
 
 
 def _drop_empty(window: Window, run: Run, base: int, gone: Callable[[Run], None]) -> None:
