@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
-from hicache.config.server import IoBackend, MemLayout, ServerConfig, read_mapping, server_config
+from hicache.config.server import IoBackend, MemLayout, ServerConfig, load_server_config, read_mapping
 from hicache.types import PrefetchPolicy, WritePolicy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -83,6 +83,12 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
 
 @click.command("launch-server", cls=_GroupedCommand)
 @_flags(
+    _option(
+        _SERVING,
+        "config",
+        "TOML file with [server] and [cache] sections; flags win.",
+        type=click.Path(path_type=Path),
+    ),
     _option(_SERVING, "host", "Address to listen on."),
     _option(_SERVING, "port", "Port; 0 takes any free one.", type=int),
     _option(_SERVING, "enable_metrics", "Serve Prometheus /metrics.", is_flag=True),
@@ -145,6 +151,7 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
     _option(_STORAGE, "file_storage_path", "Folder of the file backend."),
 )
 def launch_server(
+    config: Path | None,
     ready_file: Path | None,
     radix_eviction_policy_config: str | None,
     hicache_storage_backend_extra_config: str | None,
@@ -160,8 +167,8 @@ def launch_server(
     ):
         if text is not None:
             flags[name] = read_mapping(text, flag=f"--{name.replace('_', '-')}")
-    config = server_config(flags).rewritten()
-    from hicache.server.run import serve
+    settings = load_server_config(config, flags).rewritten()
+    from hicache.server.run import Server
 
     def ready(url: str) -> None:
         if ready_file is not None:
@@ -170,7 +177,7 @@ def launch_server(
             staged.replace(ready_file)  # whoever polls for the file sees it whole
         click.echo(f"ready on {url}")
 
-    report = serve(config, on_ready=ready)
+    report = Server(settings).serve(ready)
     click.echo(report.text)
     if report.failed:
         raise SystemExit(1)

@@ -53,18 +53,6 @@ class Report:
         return f"stopped; dirty pages are written down, {self.lost_pages} were lost"
 
 
-def serve(config: ServerConfig, *, on_ready: Callable[[str], None]) -> Report:
-    """Serve until SIGTERM or SIGINT. Calls on_ready(url) once requests are taken. Raises ConfigError."""
-    if config.hicache_storage_backend and config.hicache_storage_backend not in available_backends():
-        raise ConfigError(
-            f"--hicache-storage-backend {config.hicache_storage_backend}: no such backend; there are "
-            f"{', '.join(available_backends())}"
-        )
-    settings = engine_settings(config)
-    with bind(config.host, config.port) as listener:
-        return _Run(config, settings).serve(listener, on_ready)
-
-
 def bind(host: str, port: int) -> socket.socket:
     """Return a bound socket. Raises ConfigError if the address cannot be had."""
     try:
@@ -130,13 +118,31 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
     )
 
 
-class _Run:
-    """One server's life. Built and used on the main thread."""
+class Server:
+    """One server, from settings to its end. The constructor refuses bad settings, binds, then builds.
 
-    def __init__(self, config: ServerConfig, settings: EngineSettings) -> None:
+    serve() is called once. SIGTERM and SIGINT end it if it runs on the main thread; stop() does from
+    any thread.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError: settings that cannot work, or a port that is taken."""
+        if config.hicache_storage_backend and config.hicache_storage_backend not in available_backends():
+            raise ConfigError(
+                f"--hicache-storage-backend {config.hicache_storage_backend}: no such backend; there are "
+                f"{', '.join(available_backends())}"
+            )
+        settings = engine_settings(config)
         self._config = config
         self._report = Report()
-        self._uvicorn: uvicorn.Server | None = None
+        self._listener = bind(config.host, config.port)
+        try:
+            self._build(settings)
+        except BaseException:
+            self._listener.close()
+            raise
+
+    def _build(self, settings: EngineSettings) -> None:
         engines: list[ReferenceEngine] = []
 
         def make(on_token: Callable[..., None], on_finish: Callable[..., None]) -> Scheduler:
@@ -147,32 +153,43 @@ class _Run:
         self._reference = engines[0]
         self._storage = (
             StorageControl(self._reference.spec, self._reference.executor, self._engine)
-            if config.enable_hierarchical_cache
+            if self._config.enable_hierarchical_cache
             else None
         )
+        options = uvicorn.Config(
+            create_app(self._service()),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=max(1, round(self._config.drain_seconds)),
+        )
+        self._uvicorn = _Uvicorn(options)
 
-    def serve(self, listener: socket.socket, on_ready: Callable[[str], None]) -> Report:
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def serve(self, on_ready: Callable[[str], None] = lambda url: None) -> Report:
+        """Serve until stopped; calls on_ready(url) once requests are taken. Drains and flushes at the end."""
         self._engine.start()
+        url = self.url
+        self._uvicorn.on_started = lambda: on_ready(url)
         try:
             if self._storage is not None and self._config.hicache_storage_backend:
                 self._storage.start(
                     StorageChoice(self._config.hicache_storage_backend, self._config.storage_options())
                 )
-            host, port = listener.getsockname()[:2]
-            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            options = uvicorn.Config(
-                create_app(self._service()),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_graceful_shutdown=max(1, round(self._config.drain_seconds)),
-            )
-            self._uvicorn = _Server(options, lambda: on_ready(url))
-            asyncio.run(self._uvicorn.serve(sockets=[listener]))
+            asyncio.run(self._uvicorn.serve(sockets=[self._listener]))
         finally:
+            self._listener.close()
             self._stop()
         return self._report
+
+    def stop(self) -> None:
+        """Ask serve() to drain and return."""
+        self._uvicorn.should_exit = True
 
     def _stop(self) -> None:
         drain_s = self._config.drain_seconds
@@ -187,14 +204,14 @@ class _Run:
 
     def _flush(self, scheduler: Scheduler) -> None:
         """Under write_back, L1 and L2 hold the only copies: write them down before they go."""
-        if self._config.hicache_write_policy is WritePolicy.WRITE_BACK and self._storage is not None:
+        write_back = self._config.hicache_write_policy is WritePolicy.WRITE_BACK
+        if write_back and scheduler.cache.executor.has_storage:
             self._report.lost_pages = scheduler.cache.flush_dirty(self._config.drain_seconds)
             self._report.flushed = True
 
     def _engine_failed(self) -> None:
         self._report.failed = True
-        if self._uvicorn is not None:
-            self._uvicorn.should_exit = True
+        self._uvicorn.should_exit = True
 
     def _service(self) -> Service:
         config, spec = self._config, self._reference.spec
@@ -203,24 +220,22 @@ class _Run:
             storage=self._storage,
             limits=Limits(self._reference.settings.model.vocab, config.context_length),
             model_info=_model_info(config, spec),
-            server_info=msgspec.to_builtins(config) | {"model_fingerprint": spec.fingerprint},
+            server_info=_server_info(config, self._listener.getsockname()[1], spec),
             metrics=ServerMetrics() if config.enable_metrics else None,
             executor_counters=self._reference.executor.counters,
             read_choice=_read_choice,
         )
 
 
-class _Server(uvicorn.Server):
+class _Uvicorn(uvicorn.Server):
     """Says when it takes requests."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
+    on_started: Callable[[], None] = staticmethod(lambda: None)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self._on_started()
+            self.on_started()
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
@@ -237,6 +252,17 @@ def _model_info(config: ServerConfig, spec: ModelSpec) -> dict[str, object]:
         "is_generation": True,
         "weight_version": spec.weight_version,
         "context_length": config.context_length,
+        "model_fingerprint": spec.fingerprint,
+    }
+
+
+def _server_info(config: ServerConfig, port: int, spec: ModelSpec) -> dict[str, object]:
+    """Every setting as it is in force; of the backend's options only the names: they may hold passwords."""
+    shown = {name: msgspec.to_builtins(value) for name, value in msgspec.structs.asdict(config).items()}
+    options = shown.pop("hicache_storage_backend_extra_config")
+    return shown | {
+        "port": port,
+        "hicache_storage_backend_extra_config_keys": sorted(options),
         "model_fingerprint": spec.fingerprint,
     }
 

@@ -19,6 +19,7 @@ from hicache.server.engine_thread import EngineThread
 from hicache.spec import ModelSpec
 from hicache.storage_backends.base import StorageBackend
 from hicache.transfer.executor import TransferExecutor
+from hicache.types import WritePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,6 @@ class StorageControl:
         self._lock = threading.Lock()
         self._choice: StorageChoice | None = None
         self._backend: StorageBackend | None = None
-        self._used = False  # something was attached before: the tree may believe in pages of it
         self._stop_retry = threading.Event()
         self._retry: threading.Thread | None = None
 
@@ -100,26 +100,30 @@ class StorageControl:
             return f"{choice.name} is attached"
 
     def detach(self) -> str:
-        """Detach and close the backend. Prefetches under way end early; L1 and L2 stay."""
+        """Detach and close the backend. Prefetches under way end early; L1 and L2 stay.
+
+        Under write_back, what storage lacks is written down first, within _DETACH_S; requests wait.
+        """
         with self._lock:
             if self._choice is None:
                 return "no storage backend is attached"
             self._end_retry()
             name, backend = self._choice.name, self._backend
             self._choice = self._backend = None
-            if backend is not None:
-                settled = self._engine.call(lambda _: self._executor.detach(_DETACH_S)).result()
-                backend.close()
-                if not settled:
-                    logger.warning("%s: a call was still running when it was detached", name)
-            return f"{name} is detached"
+            if backend is None:
+                return f"{name} is detached"
+            left = self._engine.call(self._let_go).result()
+            backend.close()
+            return f"{name} is detached" + (f"; {left} pages were not written down" if left else "")
 
     def clear(self) -> int:
         """Delete this model's objects from L3; returns how many. Raises StorageRefused or BackendError."""
         with self._lock:
             if self._backend is None:
                 raise StorageRefused("no storage backend is attached")
-            return self._backend.clear(key_prefix(self._spec.fingerprint))
+            deleted = self._backend.clear(key_prefix(self._spec.fingerprint))
+            self._engine.call(lambda scheduler: scheduler.cache.tree.forget_all_stored()).result()
+            return deleted
 
     def close(self) -> None:
         """Close the backend; the engine must have stopped."""
@@ -129,23 +133,24 @@ class StorageControl:
             if backend is not None:
                 backend.close()
 
+    def _let_go(self, scheduler: Scheduler) -> int:
+        """Detach, on the engine thread; returns the pages that write_back could not write down."""
+        left = 0
+        if scheduler.cache.config.hicache_write_policy is WritePolicy.WRITE_BACK:
+            left = scheduler.cache.flush_dirty(_DETACH_S)
+        if not self._executor.detach(_DETACH_S):
+            logger.warning("a call into the storage backend was still running when it was detached")
+        return left
+
     def _attach(self, choice: StorageChoice) -> None:
         backend = choice.open(self._spec)
 
-        def swap_in(scheduler: Scheduler) -> None:
-            # What the tree believes to be stored was stored elsewhere: a new store starts from a new tree.
-            if self._used and not scheduler.flush():
-                raise StorageRefused(
-                    "another storage backend can be attached only while no request is running"
-                )
-            self._executor.attach(backend)
-
         try:
-            self._engine.call(swap_in).result()
+            self._engine.call(lambda _: self._executor.attach(backend)).result()
         except BaseException:
             backend.close()
             raise
-        self._backend, self._used = backend, True
+        self._backend = backend
         logger.info("L3: %s is attached", choice.name)
 
     def _keep_trying(self) -> None:
