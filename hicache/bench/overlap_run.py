@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 import torch
 
@@ -35,11 +36,11 @@ from hicache.types import Component, Slots
 FULL = Component.FULL
 
 _TELLING_S = 3e-3  # less than this cannot be told from the scheduler's noise
-_PAUSE_S = 0.03  # before each run: on a busy machine whoever has just rested is scheduled first
+_PAUSE_S = 0.01  # before each run: on a busy machine whoever has just rested is scheduled first
 
 
 class BusCopyEngine(CpuCopyEngine):
-    """Copies, then holds each part until a bus of `bytes_per_s` would have brought it."""
+    """Copies, then holds each layer until a bus of `bytes_per_s` would have brought it."""
 
     bytes_per_s = float("inf")
 
@@ -52,9 +53,12 @@ class BusCopyEngine(CpuCopyEngine):
         super().load_part(part, pages)
         size = self._device.geometry(part.pool).pool.layer_page_bytes * len(pages.host)
         self._due += size / self.bytes_per_s
+
+    def mark(self) -> Mark:
         left = self._due - time.perf_counter()
         if left > 0:
             time.sleep(left)
+        return super().mark()
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,26 +301,32 @@ class _Samples:
             self._times[mode].append(prompt.loaded(begin, targets))
 
     def scenario(self, prompt: _Prompt, resident: Sequence[tuple[list[float], float]]) -> Scenario:
-        load = min(self._arrivals, key=lambda arrivals: arrivals[-1])
-        begun, total = min(resident, key=lambda run: run[1])
+        arrivals = [min(times) for times in zip(*self._arrivals, strict=True)]
+        steps = _quietest_steps(resident)
         return Scenario(
             load_over_compute=self._ratio,
-            load_s=load[-1],
-            load_bytes_per_s=prompt.load_bytes / load[-1],
+            load_s=arrivals[-1],
+            load_bytes_per_s=prompt.load_bytes / arrivals[-1],
             no_load=Timing.of([seconds for _, seconds in resident]),
-            bound_s=_pipeline(load, begun, total),
-            bound_then_compute_s=load[-1] + total,
+            bound_s=_pipeline(arrivals, steps),
+            bound_then_compute_s=arrivals[-1] + sum(steps),
             layers=prompt.settings.layers,
             **{mode: Timing.of(times) for mode, times in self._times.items()},
         )
 
 
-def _pipeline(arrivals: list[float], begun: list[float], total: float) -> float:
+def _quietest_steps(resident: Sequence[tuple[list[float], float]]) -> list[float]:
+    """Seconds before the first layer and of each layer, every one from the run that disturbed it least."""
+    runs = ([0.0, *begun, total] for begun, total in resident)
+    steps = [[later - earlier for earlier, later in pairwise(run)] for run in runs]
+    return [min(times) for times in zip(*steps, strict=True)]
+
+
+def _pipeline(arrivals: Sequence[float], steps: Sequence[float]) -> float:
     """Time to the token if each layer starts when it has arrived and the one before is computed."""
-    ends = [*begun[1:], total]
-    now = begun[0]
-    for arrived, begin, end in zip(arrivals, begun, ends, strict=True):
-        now = max(now, arrived) + (end - begin)
+    now = steps[0]
+    for arrived, step in zip(arrivals, steps[1:], strict=True):
+        now = max(now, arrived) + step
     return now
 
 

@@ -9,18 +9,22 @@ import pytest
 from click.testing import CliRunner
 
 from hicache.bench.overlap import OverlapSettings, overlap_command
-from hicache.bench.overlap_run import Scenario, Timing, _pipeline
+from hicache.bench.overlap_run import Scenario, Timing, _pipeline, _quietest_steps
 from hicache.errors import ConfigError
 
 
 def test_the_bound_is_the_two_stage_pipeline() -> None:
     """With equal layers, all but one layer of the shorter side can be hidden."""
-    begun = [1.0, 2.0, 3.0, 4.0]  # the first layer begins after 1 s of embedding; the token is there at 5 s
-    assert _pipeline([0.5, 1.0, 1.5, 2.0], begun, 5.0) == 5.0  # loads half as long are all hidden
-    assert (
-        _pipeline([2.0, 4.0, 6.0, 8.0], begun, 5.0) == 9.0
-    )  # twice as long: the last layer's compute is left
-    assert _pipeline([9.0, 9.0, 9.0, 9.0], begun, 5.0) == 13.0  # all at the end: load, then compute
+    steps = [1.0, 1.0, 1.0, 1.0, 1.0]  # embedding, then four layers
+    assert _pipeline([0.5, 1.0, 1.5, 2.0], steps) == 5.0  # loads half as long are all hidden
+    assert _pipeline([2.0, 4.0, 6.0, 8.0], steps) == 9.0  # twice as long: the last layer's compute is left
+    assert _pipeline([9.0, 9.0, 9.0, 9.0], steps) == 13.0  # all at the end: load, then compute
+
+
+def test_the_bound_takes_each_layer_from_its_quietest_run() -> None:
+    """A neighbour that disturbs one layer of every run must not pass for the layer's cost."""
+    runs = [([1.0, 2.0, 9.0], 10.0), ([1.5, 7.5, 8.5], 10.5)]
+    assert _quietest_steps(runs) == [1.0, 1.0, 1.0, 1.0]
 
 
 def test_the_hidden_share_is_of_what_can_be_hidden() -> None:
