@@ -48,8 +48,8 @@ def show_cliff(console: Console, checks: Checks, out: Path) -> None:
     last = runs["l1+l2+l3"][-1]
     checks.that(
         all(row["ceiling"] - row["hit_rate"] < NEAR_CEILING for row in runs["l1+l2+l3"]),
-        f"with L3 there is none, every round is near its ceiling: {100 * last['hit_rate']:.1f} % in the last round, "
-        f"where {100 * last['ceiling']:.1f} % is possible",
+        f"with L3 there is none, every round is near its ceiling: "
+        f"{100 * last['hit_rate']:.1f} of {100 * last['ceiling']:.1f} % in the last",
     )
     checks.that(plot.is_file() and plot.stat().st_size > 0, f"the plot is in {plot}")
 
