@@ -124,8 +124,8 @@ def _table(settings: OverlapSettings, scenarios: Sequence[Scenario]) -> Table:
         title_justify="left",
         header_style="bold",
         caption="load/compute: asked, and reached. then: load, then compute. layered: layer N+1 copied while "
-        "layer N computes. hidden: share of (N-1)/N of the shorter of load and compute. bound: the same if both took what they take alone. "
-        "beside: compute that needs no load, while one runs.",
+        "layer N computes. hidden: share of (N-1)/N of the shorter of load and compute. bound: the same if "
+        "both took what they take alone. beside: compute that needs no load, while one runs.",
         caption_justify="left",
     )
     for name in ("load/compute", "load", "none", "then", "layered", "hidden", "bound", "beside"):

@@ -262,7 +262,7 @@ def measure(
     torch.set_num_threads(1)
     prompt = _Prompt(settings)
     try:
-        compute = min(prompt.layer_starts()[1] for _ in range(settings.repeats))
+        compute = sum(_quietest_steps([prompt.layer_starts() for _ in range(max(60, settings.repeats))]))
         loads = [_Samples(ratio, prompt.load_bytes / (ratio * compute)) for ratio in ratios]
         loads.append(_Samples(None, float("inf")))
         resident = []
