@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -33,7 +34,7 @@ class Reply:
 
     def sink(self, progress: Progress) -> None:
         """Take progress from the engine thread."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
             self._loop.call_soon_threadsafe(self._news.put_nowait, progress)
 
     async def advance(self) -> None:

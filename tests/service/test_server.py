@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from hicache.errors import BackendUnavailable
+from hicache.registry import create_backend
+from hicache.server import storage
+from hicache.storage_backends.base import StorageBackend
 from hicache.testing.daemon import running_daemon
 from hicache.testing.served import Served, running_server
 from hicache.testing.services import free_port
@@ -333,6 +338,33 @@ def test_a_daemon_that_is_not_there_yet_costs_nothing_and_is_found_later() -> No
         cold = ask(client, prompt)
         with running_daemon(port=port):
             eventually(lambda: storage_hit(client, prompt, cold["output_ids"]), within_s=20.0)
+
+
+def test_a_store_that_cannot_be_opened_yet_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that starts after the server would not be used until a restart."""
+    opened = threading.Event()
+    tries: list[str] = []
+
+    def open_late(name: str, options: Mapping[str, object]) -> StorageBackend:
+        tries.append(name)
+        if len(tries) < 3:
+            raise BackendUnavailable("connection refused")
+        opened.set()
+        return create_backend(name, options)
+
+    monkeypatch.setattr(storage, "create_backend", open_late)
+    with (
+        running_server(enable_hierarchical_cache=True, hicache_storage_backend="memory") as served,
+        httpx.Client(base_url=served.url, timeout=30) as client,
+    ):
+        ask(client, PROMPT)
+        assert "cannot be reached, serving without L3" in caplog.text
+        assert client.get("/hicache/storage-backend").json()["attached"] is False
+        assert opened.wait(20)
+        eventually(lambda: client.get("/hicache/storage-backend").json()["usable"])
+    assert len(tries) == 3
 
 
 def storage_hit(client: httpx.Client, prompt: list[int], expected: list[int]) -> bool:

@@ -1,0 +1,100 @@
+"""What a combination of server flags means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hicache.config.server import (
+    IoBackend,
+    MemLayout,
+    load_server_config,
+    read_mapping,
+    server_config,
+    split_extra_config,
+)
+from hicache.errors import ConfigError
+from hicache.types import PrefetchPolicy, WritePolicy
+
+L3 = {"enable_hierarchical_cache": True, "hicache_storage_backend": "mooncake"}
+
+
+@pytest.mark.parametrize(
+    ("given", "io", "layout"),
+    [
+        ({}, "kernel", "page_first"),
+        ({"hicache_mem_layout": "page_first_direct"}, "direct", "page_first_direct"),
+        ({"hicache_io_backend": "direct"}, "direct", "page_first_direct"),
+        ({"hicache_io_backend": "direct", "hicache_mem_layout": "layer_first"}, "direct", "layer_first"),
+        ({**L3, "hicache_mem_layout": "layer_first"}, "kernel", "page_first"),
+        (
+            {**L3, "hicache_mem_layout": "layer_first", "hicache_io_backend": "direct"},
+            "direct",
+            "page_first_direct",
+        ),
+    ],
+)
+def test_layout_and_io_are_rewritten_as_sglang_does(given: dict[str, object], io: str, layout: str) -> None:
+    """The same command line would mean something else here."""
+    config = server_config(given).rewritten()
+    assert (config.hicache_io_backend, config.hicache_mem_layout) == (IoBackend(io), MemLayout(layout))
+
+
+def test_the_extra_config_is_split_between_cache_and_backend() -> None:
+    """Prefetch settings would be refused as unknown options of the backend."""
+    extra = {"prefetch_threshold": 512, "prefetch_timeout_max": 9, "url": "x", "tp_lcm_size": 8}
+    assert split_extra_config(extra) == ({"prefetch_threshold": 512, "prefetch_timeout_max": 9}, {"url": "x"})
+    config = server_config({**L3, "hicache_storage_backend_extra_config": extra})
+    assert config.cache_config().prefetch_threshold == 512
+    assert config.storage_options() == {"url": "x"}
+
+
+def test_policies_reach_the_cache() -> None:
+    """A flag would be accepted and do nothing."""
+    config = server_config(
+        {
+            "hicache_write_policy": "write_back",
+            "hicache_storage_prefetch_policy": "best_effort",
+            "chunked_prefill_size": 512,
+            "mamba_track_interval": 128,
+        }
+    ).cache_config()
+    assert config.hicache_write_policy is WritePolicy.WRITE_BACK
+    assert config.hicache_storage_prefetch_policy is PrefetchPolicy.BEST_EFFORT
+    assert (config.chunked_prefill_size, config.mamba_track_interval) == (512, 128)
+
+
+def test_the_file_backend_gets_its_path_from_the_flag_unless_told_twice() -> None:
+    """--file-storage-path would be ignored, or would win over the more specific setting."""
+    base = {**L3, "hicache_storage_backend": "file", "file_storage_path": "/a"}
+    assert server_config(base).storage_options() == {"file_storage_path": "/a"}
+    extra = {"hicache_storage_backend_extra_config": {"file_storage_path": "/b"}}
+    assert server_config(base | extra).storage_options() == {"file_storage_path": "/b"}
+
+
+def test_mappings_are_read_from_text_and_files(tmp_path: Path) -> None:
+    """A long configuration could only be pasted into a shell."""
+    (tmp_path / "a.json").write_text('{"x": 1}')
+    (tmp_path / "a.toml").write_text("x = 1\n")
+    for text in ('{"x": 1}', f"@{tmp_path}/a.json", f"@{tmp_path}/a.toml"):
+        assert read_mapping(text, flag="--f") == {"x": 1}
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", "@/no/such/file.json"])
+def test_a_mapping_that_is_none_is_refused_by_flag(text: str) -> None:
+    """A typing mistake would be a stack trace."""
+    with pytest.raises(ConfigError, match=r"--f .*give a JSON object"):
+        read_mapping(text, flag="--f")
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    """A one-off on the command line would be silently undone."""
+    path = tmp_path / "hicache.toml"
+    path.write_text("[server]\npage_size = 16\nport = 1\n[cache]\nstore_attempts = 5\n")
+    config = load_server_config(path, {"port": 2})
+    assert (config.page_size, config.port) == (16, 2)
+    assert config.cache_config().store_attempts == 5
+    path.write_text("[server]\npage_sice = 16\n")
+    with pytest.raises(ConfigError, match="page_sice"):
+        load_server_config(path, {})
