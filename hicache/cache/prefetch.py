@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -33,6 +33,7 @@ _MAX_LOOKS = 4
 
 class _Phase(enum.Enum):
     PROBING = "probing"
+    CROWDED = "crowded"  # other queued requests hold the host pages it needs; no job is open
     FETCHING = "fetching"
     ENDED = "ended"  # published or given up; a cut-off read may still hold its pages
 
@@ -143,7 +144,14 @@ class Prefetcher:
         parts = self._missing(found, self._tree.presence(found), limit)
         job = self._jobs.open(JobKind.PROBE, lambda done: self._probed(done, prefetch))
         prefetch = _Prefetch(request, job, found.host, found.full, limit, hashes, parts, self._clock.now())
-        prefetch.blocked_since = before.blocked_since if before is not None else None
+        if before is not None:
+            prefetch.blocked_since = before.blocked_since
+            if before.phase is _Phase.CROWDED:
+                prefetch.progress_at = before.progress_at  # waiting for room is no progress
+        if looks > 1 and self._reserved() + found.full <= self._room():
+            # It has lost pages once: keep what is left until the answer is there.
+            first = max(0, min(found.host, found.full) - self._rules.window_pages)
+            prefetch.anchor = self._tree.lock(found, found.full, Tier.HOST, swa_start=first)
         self._by_rid[request.rid] = prefetch
         self._executor.start_probe(job, prefetch.refs())
 
@@ -157,6 +165,12 @@ class Prefetcher:
         now = self._clock.now()
         if prefetch.blocked_since is None:
             prefetch.blocked_since = now
+        if prefetch.phase is _Phase.CROWDED and self._has_room(prefetch):
+            self.start(request)
+            prefetch = self._by_rid.get(request.rid)
+            if prefetch is None:
+                return True
+        assert prefetch.blocked_since is not None
         if prefetch.phase is _Phase.FETCHING:
             arrived = sum(self._executor.arrived(prefetch.job))
             if arrived > prefetch.arrived:
@@ -171,7 +185,7 @@ class Prefetcher:
             return False
         if prefetch.phase is _Phase.FETCHING:
             self._publish(prefetch, self._executor.arrived(prefetch.job))
-        self._executor.cancel(prefetch.job)
+        self._cancel(prefetch)
         self._end(prefetch, "cut_off" if verdict is PrefetchVerdict.STOP else "deadline")
         return True
 
@@ -190,6 +204,15 @@ class Prefetcher:
             return None
         self.start(request)
         return self._by_rid.get(request.rid)
+
+    def _cancel(self, prefetch: _Prefetch) -> None:
+        if prefetch.phase is not _Phase.CROWDED:
+            self._executor.cancel(prefetch.job)
+
+    def _has_room(self, prefetch: _Prefetch) -> bool:
+        """True if a crowded prefetch could get its pages, or nobody is left to wait for."""
+        reserved, share = self._reserved(), self._room()
+        return not reserved or share - reserved >= prefetch.limit - prefetch.known
 
     def next_deadline(self) -> float | None:
         """The earliest time at which ready() may change its mind without any job ending."""
@@ -215,7 +238,7 @@ class Prefetcher:
         if prefetch is None:
             return -1
         if prefetch.phase is not _Phase.ENDED:
-            self._executor.cancel(prefetch.job)
+            self._cancel(prefetch)
             self._end(prefetch, "aborted")
         if prefetch.lease is not None:
             self._tree.release(prefetch.lease)
@@ -256,6 +279,7 @@ class Prefetcher:
         reason = self._plan(prefetch, found, there)
         if reason:
             self._end(prefetch, reason)
+        if prefetch.phase is not _Phase.PROBING:
             return
         prefetch.phase = _Phase.FETCHING
         prefetch.job = self._jobs.open(JobKind.FETCH, lambda done: self._fetched(done, prefetch))
@@ -291,17 +315,22 @@ class Prefetcher:
         return parts
 
     def _plan(self, prefetch: _Prefetch, found: Match, there: dict[Component, set[int]]) -> str:
-        """Choose the boundary and reserve host pages; returns why not, or '' when there is work."""
+        """Choose the boundary and reserve host pages; returns why not, or '' when there is work.
+
+        Where others hold the pages for now it changes the phase to CROWDED instead.
+        """
         presence, page = self._tree.presence(found), self._rules.page_size
-        run, stored = found.full, there[Component.FULL]
-        while run in stored:
-            run += 1
-        if run > found.full:
-            room = int(self._pools.capacity(Tier.HOST, Component.FULL) * self._share) - self._reserved()
-            room = min(room, self._pools.available(Tier.HOST, Component.FULL))
+        run = _run(found.full, there[Component.FULL])
+        others = self._reserved() - (prefetch.anchor.depth if prefetch.anchor is not None else 0)
+        room = min(self._room() - others, self._pools.available(Tier.HOST, Component.FULL))
+        if run - found.full > room:
+            if others:
+                prefetch.phase = _Phase.CROWDED
+                self._let_go(prefetch)
+                return ""
             if room <= 0:
                 return "host_capacity"
-            run = min(run, found.full + room)
+            run = found.full + room
         target = self._deepest(run, presence, there)
         if (target - found.host) * page < self._threshold:
             return "not_stored" if target <= found.host else "below_threshold"
@@ -323,6 +352,8 @@ class Prefetcher:
         if taken is None:
             self._tree.release(anchor)
             return "host_capacity"
+        if prefetch.anchor is not None:
+            self._tree.release(prefetch.anchor)
         prefetch.anchor = anchor
         for part in parts:
             part.slots = taken[part.component]
@@ -349,9 +380,7 @@ class Prefetcher:
             part.component: {p: i for i, p in enumerate(part.positions) if got[i]}
             for part, got in prefetch.split(flags)
         }
-        run = found.full
-        while run in arrived[Component.FULL]:
-            run += 1
+        run = _run(found.full, arrived[Component.FULL])
         there = {component: set(positions) for component, positions in arrived.items()}
         reach = self._deepest(run, self._tree.presence(found), there)
         if reach <= found.host:
@@ -385,18 +414,25 @@ class Prefetcher:
 
     def _end(self, prefetch: _Prefetch, reason: str) -> None:
         prefetch.phase, prefetch.reason = _Phase.ENDED, reason
+        self._let_go(prefetch)
+        self._stats.prefetch[reason] += 1
+
+    def _let_go(self, prefetch: _Prefetch) -> None:
         if prefetch.anchor is not None:
             self._tree.release(prefetch.anchor)
             prefetch.anchor = None
-        self._stats.prefetch[reason] += 1
 
     # -- accounting ----------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        """FULL host pages that queued requests may hold altogether."""
+        return int(self._pools.capacity(Tier.HOST, Component.FULL) * self._share)
 
     def _reserved(self) -> int:
         """FULL host pages that queued requests hold: reads in flight and what they hang on, and what was
         published for them."""
         reading = sum(len(p.parts[0].slots) for p in self._fetching.values() if p.lease is None)
-        anchored = sum(p.anchor.depth for p in self._fetching.values() if p.anchor is not None)
+        anchored = sum(p.anchor.depth for p in self._by_rid.values() if p.anchor is not None)
         published = sum(p.lease.depth - p.known for p in self._by_rid.values() if p.lease is not None)
         return reading + anchored + published
 
@@ -408,3 +444,10 @@ class Prefetcher:
                 mine = array("i", (s for s in part.slots if s != NO_SLOT))
                 held.setdefault(part.component, array("i")).extend(mine)
         return held
+
+
+def _run(start: int, present: Container[int]) -> int:
+    """Where the run of present pages from `start` ends."""
+    while start in present:
+        start += 1
+    return start
