@@ -121,7 +121,7 @@ class _Driver:
                 )
                 for task in ended:
                     turn, output, result = task.result()
-                    traffic.finish(turn, output)
+                    traffic.finish(turn, output, now=time.monotonic())
                     results.append(result)
                     on_result(result)
         finally:

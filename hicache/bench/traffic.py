@@ -24,6 +24,7 @@ class Turn:
     round: int
     prompt: array[int]
     history: int
+    sent_at: float  # when it was due: a driver that was busy then takes it later
 
     @property
     def rid(self) -> str:
@@ -44,7 +45,8 @@ class Traffic:
         self._conversations = [array("I") for _ in range(workload.num_clients)]
         self._under_way: set[int] = set()
         self._completed = 0
-        self._not_before = -math.inf
+        self._not_before = -math.inf  # the Poisson gap since the last turn ends then
+        self._able_since = -math.inf  # the last reply that may have let somebody speak
         self._arrivals = random.Random(workload.seed)
         self._draws = random.Random(workload.seed + 1)
 
@@ -64,10 +66,10 @@ class Traffic:
         """When the next turn may be sent (-inf: now), or None while nobody may speak."""
         if not self._ready or len(self._under_way) >= self.workload.max_parallel:
             return None
-        return self._not_before
+        return max(self._not_before, self._able_since)
 
     def take(self, now: float) -> Turn:
-        """Send the next turn at `now`, which is not before due_at()."""
+        """Send the next turn at `now`, which is not before due_at(); gaps count from when it was due."""
         due = self.due_at()
         if due is None or now < due:
             raise ValueError(f"no turn is due at {now}")
@@ -75,15 +77,18 @@ class Traffic:
             self._ready.rotate(-self._draws.randrange(len(self._ready)))
         client, round_ = self._ready.popleft()
         self._under_way.add(client)
+        sent_at = now if math.isinf(due) else due
         rate = self.workload.request_rate
-        self._not_before = now if math.isinf(rate) else now + self._arrivals.expovariate(rate)
+        self._not_before = sent_at + (0.0 if math.isinf(rate) else self._arrivals.expovariate(rate))
         conversation = self._conversations[client]
         history = len(conversation)
         conversation.extend(self.workload.question(client, round_))
-        return Turn(client=client, round=round_, prompt=conversation[:], history=history)
+        return Turn(client=client, round=round_, prompt=conversation[:], history=history, sent_at=sent_at)
 
-    def finish(self, turn: Turn, reply: TokenBuffer) -> None:
+    def finish(self, turn: Turn, reply: TokenBuffer, *, now: float) -> None:
         """Take a reply; its first `output_length` tokens join the conversation."""
+        if self.due_at() is None:
+            self._able_since = now
         self._under_way.remove(turn.client)
         self._completed += 1
         said = array("I", memoryview(reply).cast("B").tobytes())

@@ -25,7 +25,7 @@ def play(workload: Workload) -> list[Turn]:
         due = traffic.due_at()
         if due is None:
             turn = open_turns.pop(0)
-            traffic.finish(turn, array("I", [turn.client] * workload.output_length))
+            traffic.finish(turn, array("I", [turn.client] * workload.output_length), now=now)
             continue
         now = max(now, due)
         turns.append(traffic.take(now))
@@ -81,7 +81,7 @@ def test_a_barrier_holds_the_next_round_until_the_last_client_is_through() -> No
     assert rounds == sorted(rounds)
     traffic = Traffic(small(pacing=Pacing.FREE, max_parallel=1, request_rate=math.inf))
     first = traffic.take(0.0)
-    traffic.finish(first, array("I", [1, 2]))
+    traffic.finish(first, array("I", [1, 2]), now=0.0)
     assert [traffic.due_at() is not None, traffic.completed] == [True, 1]
 
 
@@ -92,7 +92,7 @@ def test_at_most_max_parallel_turns_are_under_way() -> None:
     assert traffic.due_at() is None
     with pytest.raises(ValueError, match="no turn is due"):
         traffic.take(0.0)
-    traffic.finish(turns[1], array("I", [1, 2]))
+    traffic.finish(turns[1], array("I", [1, 2]), now=0.0)
     assert traffic.due_at() is not None
 
 
@@ -120,7 +120,7 @@ def test_a_reply_longer_than_asked_for_is_cut() -> None:
     """The client keeps `output_length` tokens, also where the engine was asked to compute one more."""
     traffic = Traffic(small(num_clients=1))
     turn = traffic.take(0.0)
-    traffic.finish(turn, array("I", [7, 8, 9]))
+    traffic.finish(turn, array("I", [7, 8, 9]), now=0.0)
     due = traffic.due_at()
     assert due is not None
     following = traffic.take(due)
