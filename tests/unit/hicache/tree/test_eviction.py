@@ -120,12 +120,12 @@ def test_a_touched_window_outlives_the_front_of_its_run(bed) -> None:
     """A conversation that goes on needs its last window, not the window of last week."""
     b = bed((FULL, SWA), window=2)
     b.serve("abcdefgh")
-    b.serve("abcdefgh")  # stamps the last window and one page
     b.serve("xyz")
+    b.serve("abcdefgh")  # stamps the last window and one page, no more
     assert b.evict(5, SWA) == {(DEVICE, SWA): 5}
-    assert b.match("abcdefgh").device == 8
-    b.evict(3, SWA)
-    assert b.match("abcdefgh").device == 0
+    assert b.match("xyz").device == 3
+    assert b.evict(3, SWA) == {(DEVICE, SWA): 3}
+    assert (b.match("xyz").device, b.match("abcdefgh").device) == (0, 8)
 
 
 def test_states_go_alone_oldest_first(bed) -> None:
@@ -183,6 +183,36 @@ def test_a_host_lease_below_keeps_the_device_page_above(bed) -> None:
     b.tree.release(lease)
     assert b.tree.evictable(DEVICE, FULL) == 4
     assert b.evict(4) == {(DEVICE, FULL): 4, (HOST, FULL): 2}
+
+
+def test_a_host_copy_lets_a_page_under_a_host_lease_leave_the_device(bed) -> None:
+    """What was kept only for lack of a copy must become evictable the moment the copy is there."""
+    b = bed()
+    b.serve("abcd")
+    lease = b.lock("abcd", tier=HOST)
+    assert b.evict(4) == {}
+    b.tree.insert_host(b"", array("I", map(ord, "abcd")), 0, 4, full=b.take(HOST, FULL, 4))
+    b.tree.check_integrity()
+    assert b.evict(4) == {(DEVICE, FULL): 4}
+    assert b.match("abcd").host == 4
+    b.tree.release(lease)
+
+
+def test_a_prefix_is_as_recent_as_the_branches_that_left_the_device(bed) -> None:
+    """A system prompt used a moment ago must not go before a conversation that ended long before."""
+    b = bed()
+    b.serve("abcX")
+    b.serve("abcY")
+    b.back_up("abcX")
+    b.back_up("abcY")
+    b.serve("www")
+    lease = b.lock("www")
+    b.serve("abcX")
+    b.evict(2)
+    assert b.match("abcX").full_device == 3
+    b.tree.release(lease)
+    b.evict(1)
+    assert (b.match("abcX").full_device, b.full("www")) == (3, 2)
 
 
 def test_reclaim_frees_host_copies_that_the_device_holds_too(bed) -> None:
