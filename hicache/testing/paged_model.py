@@ -20,9 +20,11 @@ from hicache.types import NO_SLOT, Component
 class PoisonedPools:
     """Pools in which every byte nobody wrote is NaN."""
 
-    def __init__(self, spec: ModelSpec, capacity: int) -> None:
+    def __init__(self, spec: ModelSpec, capacity: int, device: str) -> None:
         self._pools = {
-            p.name: torch.full((p.num_layers, capacity, p.rows_per_page, *p.row_shape), float("nan"))
+            p.name: torch.full(
+                (p.num_layers, capacity, p.rows_per_page, *p.row_shape), float("nan"), device=device
+            )
             for c in spec.components
             for p in c.pools
         }
@@ -35,15 +37,21 @@ class PagedModel:
     """One model over poisoned pools, slots handed out in a shuffled order."""
 
     def __init__(
-        self, config: ReferenceConfig, page_size: int, *, capacity: int = 1200, seed: int = 0
+        self,
+        config: ReferenceConfig,
+        page_size: int,
+        *,
+        capacity: int = 1200,
+        seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.config, self.page_size = config, page_size
         self.spec = reference_spec(config, page_size)
-        self.pools = PoisonedPools(self.spec, capacity)
+        self.pools = PoisonedPools(self.spec, capacity, device)
         self.logits: list[Tensor] = []  # behind every sampled token, in order
         self.captured: dict[int, int] = {}  # position: slot, of the last prefill
         self.runner = TorchRunner(
-            ReferenceModel(config),
+            ReferenceModel(config, device=device),
             self.pools,
             page_size=page_size,
             observer=lambda _, row: self.logits.append(row.clone()),
