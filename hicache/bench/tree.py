@@ -43,6 +43,7 @@ SHAPES = ("linear", "forked", "short")
 OPERATIONS = ("match", "gather", "lock", "insert", "release", "evict")
 WINDOW_TOKENS = 128
 EVICT_TOKENS = 256
+GROWTH_PAGES = (10_000, 100_000, 1_000_000)
 DRIVER = Path(__file__).resolve().parents[2] / "bench" / "sglang_tree.py"
 
 Result: TypeAlias = "dict[str, float | int | str]"
@@ -216,42 +217,46 @@ class Caches(str, enum.Enum):
 
 
 def run_growth(page_size: int, path_pages: int, queries: int, caches: Caches) -> list[Result]:
-    """Time match of equally long paths in trees of 10 k, 100 k and 1 M pages, in random order."""
-    found: list[Result] = []
+    """Time match of equally long paths in trees of 10 k, 100 k and 1 M pages, in random order.
+
+    The trees take turns of 50 queries, so that a noisy moment of the machine meets all of them.
+    """
+    rng = np.random.default_rng(2)
     spoiler = np.zeros(8_000_000)  # 64 MB, larger than a last-level cache
-    for total in (10_000, 100_000, 1_000_000):
-        tree = UnifiedTree(TreeRules(page_size, (FULL,)), make_policy("lru"), host=False)
-        rng = np.random.default_rng(2)
-        paths = []
-        for i in range(total // path_pages):
-            tokens = _draw(rng, path_pages * page_size)
-            lease = tree.lock(tree.match(b"", tokens, len(tokens)), 0, Tier.DEVICE)
-            tree.insert(lease, tokens, 0, path_pages, full=array("i", range(path_pages)), now=float(i))
-            tree.release(lease)
-            paths.append(tokens)
-        samples = []
-        gc.collect()
-        gc.disable()
-        for i in rng.integers(0, len(paths), queries):
-            tokens = array("I", paths[i])  # fresh from the request, as a server has it
-            if caches is Caches.COLD:
-                spoiler += 1.0
-            a = _clock()
-            match = tree.match(b"", tokens, len(tokens))
-            samples.append(_clock() - a)
-            if match.device != path_pages:
-                raise RuntimeError(f"matched {match.device} of {path_pages} pages")
-        gc.enable()
-        found.append(
-            {
-                "pages": total,
-                "page_size": page_size,
-                "path_pages": path_pages,
-                "caches": caches.value,
-                "match_p50_us": statistics.median(samples) / 1e3,
-            }
-        )
-    return found
+    grown = {total: _grow(total // path_pages, path_pages, page_size, rng) for total in GROWTH_PAGES}
+    samples: dict[int, list[int]] = {total: [] for total in GROWTH_PAGES}
+    gc.collect()
+    gc.disable()
+    for _ in range(queries // 50):
+        for total, (tree, paths) in grown.items():
+            for i in rng.integers(0, len(paths), 50):
+                tokens = array("I", paths[i])  # fresh from the request, as a server has it
+                if caches is Caches.COLD:
+                    spoiler += 1.0
+                a = _clock()
+                match = tree.match(b"", tokens, len(tokens))
+                samples[total].append(_clock() - a)
+                if match.device != path_pages:
+                    raise RuntimeError(f"matched {match.device} of {path_pages} pages")
+    gc.enable()
+    shape: Result = {"page_size": page_size, "path_pages": path_pages, "caches": caches.value}
+    return [
+        {**shape, "pages": total, "match_p50_us": statistics.median(times) / 1e3}
+        for total, times in samples.items()
+    ]
+
+
+def _grow(
+    count: int, path_pages: int, page_size: int, rng: np.random.Generator
+) -> tuple[UnifiedTree, list[array[int]]]:
+    """Build a tree of `count` unrelated paths; return it and the paths."""
+    tree = UnifiedTree(TreeRules(page_size, (FULL,)), make_policy("lru"), host=False)
+    paths = [_draw(rng, path_pages * page_size) for _ in range(count)]
+    for i, tokens in enumerate(paths):
+        lease = tree.lock(tree.match(b"", tokens, len(tokens)), 0, Tier.DEVICE)
+        tree.insert(lease, tokens, 0, path_pages, full=array("i", range(path_pages)), now=float(i))
+        tree.release(lease)
+    return tree, paths
 
 
 # -- SGLang's cores --------------------------------------------------------------------------------

@@ -190,8 +190,10 @@ class TreeCore(ABC):
         """End a lease. Releasing twice raises InvariantViolation."""
 
     @abstractmethod
-    def touch(self, lease: Lease, now: float, *, priority: int = 0) -> None:
-        """Record one request's access to the lease's path: recency, one hit, priority (the maximum).
+    def touch(self, lease: Lease, now: float, *, priority: int = 0, hits: int = 1) -> None:
+        """Record one request's access to the lease's path: recency, a hit, priority (the maximum).
+
+        `hits` is 0 where the same request comes again.
 
         FULL: all of [0, depth). SWA: the last window and one page. MAMBA: the state at depth.
         """
@@ -302,7 +304,11 @@ class TreeCore(ABC):
 
     @abstractmethod
     def reclaim_duplicates(self, count: int) -> Slots:
-        """Free up to `count` FULL host copies of pages that the device holds too (write_back only)."""
+        """Free up to `count` FULL host copies of pages that the device holds too."""
+
+    @abstractmethod
+    def reclaimable(self) -> int:
+        """FULL host copies of device pages that reclaim_duplicates() could free now."""
 
     @abstractmethod
     def drop_all(self) -> Freed:

@@ -104,8 +104,7 @@ class Forest:
         i, j = run.start - node.start, run.end - node.start
         if node.swa.device_has.find(1, i, j) >= 0:
             self.runs[0].offer(run)
-        host = node.swa.host
-        if host is not None and host.count(NO_SLOT) < len(host) and any(s >= 0 for s in host[i:j]):
+        if node.swa.host is not None and node.swa.has_in(Tier.HOST, run.start, run.end).find(1) >= 0:
             self.runs[1].offer(run)
 
     def offer_state(self, state: State) -> None:

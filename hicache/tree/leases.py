@@ -99,7 +99,7 @@ def move(f: Forest, lease: TreeLease, node: Node, depth: int) -> None:
         f.reoffer(lease)
 
 
-def touch(f: Forest, lease: Lease, now: float, *, priority: int = 0) -> None:
+def touch(f: Forest, lease: Lease, now: float, *, priority: int = 0, hits: int = 1) -> None:
     """Record one access: a mark where it ends, hits on the ancestors, the last window, the state."""
     held = checked(f, lease)
     node = held.node
@@ -109,21 +109,21 @@ def touch(f: Forest, lease: Lease, now: float, *, priority: int = 0) -> None:
         return
     reach = depth * f.page_size
     stats = node.mark(depth)
-    stats.hits += 1
+    stats.hits += hits
     stats.raise_to(now, priority, reach)
     above = node.parent
     while above is not None and above.parent is not None:
-        above.beyond.hits += 1
+        above.beyond.hits += hits
         above = above.parent
     tell_device(f, node)
     if f.policy.follows_access:
         f.offer(node)
     if f.swa:
-        _touch_window(f, node, depth, now, priority)
+        _touch_window(f, node, depth, now, priority, hits)
     if f.mamba:
         state = node.state(depth)
         if state is not None:
-            state.stats.hits += 1
+            state.stats.hits += hits
             state.stats.raise_to(now, priority, reach)
             if f.mamba_policy.follows_access:
                 f.offer_state(state)
@@ -138,7 +138,7 @@ def tell_device(f: Forest, node: Node) -> None:
             f.offer(node)
 
 
-def _touch_window(f: Forest, node: Node, depth: int, now: float, priority: int) -> None:
+def _touch_window(f: Forest, node: Node, depth: int, now: float, priority: int, hits: int) -> None:
     """Stamp the runs of the last window and of one page before it."""
     low = max(0, depth - f.window_pages - 1)
     high = depth
@@ -149,7 +149,7 @@ def _touch_window(f: Forest, node: Node, depth: int, now: float, priority: int) 
         if swa.runs:
             inside, fresh = swa.isolate(max(low, at.start), min(high, at.end), f.forget_run)
             for run in inside:
-                run.stats.hits += 1
+                run.stats.hits += hits
                 run.stats.raise_to(now, priority, depth * f.page_size)
             for run in fresh + inside if f.swa_policy.follows_access else fresh:
                 f.offer_run(run)
@@ -224,6 +224,17 @@ def _protected_device(f: Forest) -> int:
                 at = at.parent
                 end = at.end if at is not None else 0
     return total
+
+
+def reclaimable(f: Forest) -> int:
+    """Return how many FULL host copies of device pages no HOST lease covers."""
+    host_only = f.pages - f.resident[0][0]
+    copies = f.resident[1][0] - host_only
+    for node, depth in _reached(lease for lease in f.leases if lease.tier is Tier.HOST).items():
+        if node.host_count and node.host is not None:
+            end = min(depth, node.device_end) - node.start
+            copies -= max(end, 0) - node.host[: max(end, 0)].count(NO_SLOT)
+    return copies
 
 
 def _protected_host_only(f: Forest) -> int:

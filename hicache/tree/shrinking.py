@@ -260,22 +260,22 @@ def _tombstone(f: Forest, run: Run, tier: Tier, count: int, freed: Freed) -> tup
     node = run.node
     assert node is not None
     assert node.swa is not None
-    base = node.start
-    has = node.swa.has(tier)
+    base, end = run.start, run.end
+    has = node.swa.has_in(tier, base, end)
     guards = sorted(
         (
             (lease.swa_start, lease.depth, lease)
             for lease in node.leases
-            if lease.tier is tier and lease.swa_start < run.end and lease.depth > run.start
+            if lease.tier is tier and lease.swa_start < end and lease.depth > base
         ),
         key=lambda guard: guard[0],
     )
     taken = 0
     holders: list[TreeLease] = []
-    at = has.find(1, run.start - base, run.end - base)
+    at = has.find(1)
     while at >= 0 and taken < count:
         page = at + base
-        stop = min(run.end, page + count - taken)
+        stop = min(end, page + count - taken)
         blocked = False
         for low, high, lease in guards:
             if low <= page < high:
@@ -292,8 +292,8 @@ def _tombstone(f: Forest, run: Run, tier: Tier, count: int, freed: Freed) -> tup
             f.resident[tier][Component.SWA] -= stop - page
             put(freed, tier, Component.SWA, slots)
             taken += stop - page
-        at = has.find(1, stop - base, run.end - base) if stop < run.end else -1
-    left = node.swa.has(tier).count(1, run.start - base, run.end - base)
+        at = has.find(1, stop - base) if stop < end else -1
+    left = node.swa.has_in(tier, base, end).count(1)
     return taken, holders, left
 
 

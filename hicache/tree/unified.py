@@ -75,8 +75,8 @@ class UnifiedTree(TreeCore):
     def release(self, lease: Lease) -> None:
         leases.release(self._forest, lease)
 
-    def touch(self, lease: Lease, now: float, *, priority: int = 0) -> None:
-        leases.touch(self._forest, lease, now, priority=priority)
+    def touch(self, lease: Lease, now: float, *, priority: int = 0, hits: int = 1) -> None:
+        leases.touch(self._forest, lease, now, priority=priority, hits=hits)
 
     def insert(
         self,
@@ -158,6 +158,9 @@ class UnifiedTree(TreeCore):
 
     def reclaim_duplicates(self, count: int) -> Slots:
         return shrinking.reclaim_duplicates(self._forest, count)
+
+    def reclaimable(self) -> int:
+        return leases.reclaimable(self._forest)
 
     def drop_all(self) -> Freed:
         return shrinking.drop_all(self._forest)

@@ -110,6 +110,13 @@ class Window:
             return self.device_has
         return bytes(len(self.any)) if self.host is None else presence(self.host)
 
+    def has_in(self, tier: Tier, start: int, end: int) -> bytes | bytearray:
+        """Presence on one tier, one byte per page of [start, end)."""
+        i, j = start - self.node.start, end - self.node.start
+        if tier is Tier.DEVICE:
+            return self.device_has[i:j]
+        return bytes(j - i) if self.host is None else presence(self.host[i:j])
+
     def make_flags(self) -> bytearray:
         """Return the flags, made on first use."""
         if self.flags is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from hicache.errors import InvariantViolation
 from hicache.tree.base import Lease, Match, WritePlan
 from hicache.tree.forest import Forest
@@ -61,50 +63,61 @@ def _worth(path: Sequence[Node], depth: int, min_hits: int) -> int:
     return depth
 
 
+def _idle(flags: bytearray | None, count: int, busy: int) -> np.ndarray:
+    """Return, per page, whether none of the `busy` bits is set."""
+    if flags is None:
+        return np.ones(count, np.bool_)
+    return np.equal(np.frombuffer(flags, np.uint8, count) & busy, 0)
+
+
+def _absent(slots: Slots | None, count: int) -> np.ndarray:
+    """Return, per page, whether there is no slot."""
+    if slots is None:
+        return np.ones(count, np.bool_)
+    return np.frombuffer(slots, np.int32, count) < 0
+
+
+def _add(wanted: np.ndarray, base: int, source: Slots, pages: Slots, slots: Slots) -> None:
+    """Add the wanted pages of a node that starts at `base`."""
+    if not wanted.any():
+        return
+    found = np.flatnonzero(wanted)
+    pages.frombytes((found + base).astype(np.int32).tobytes())
+    slots.frombytes(np.frombuffer(source, np.int32)[found].tobytes())
+
+
 def _plan_full(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> int:
     """Add a node's FULL pages before `end`; return where the run that the target can have ends."""
     base = node.start
-    flags = node.flags
     if target is Tier.HOST:
-        stop = min(end, node.device_end)
-        host = node.host
-        if host is None and (flags is None or not any(flags)):
-            pages.extend(range(base, stop))
-            slots.extend(node.device[: stop - base])
-            return end
-        for i in range(stop - base):
-            if (host is None or host[i] == NO_SLOT) and not (flags and flags[i] & writing_bit(target)):
-                pages.append(base + i)
-                slots.append(node.device[i])
+        count = min(end, node.device_end) - base
+        wanted = _absent(node.host, count) & _idle(node.flags, count, writing_bit(target))
+        _add(wanted, base, node.device, pages, slots)
         return end
-    busy = STORED | writing_bit(target)
-    for i in range(end - base):
-        if flags is not None and flags[i] & busy:
-            continue
-        if node.host is None or node.host[i] == NO_SLOT:
-            return base + i
-        pages.append(base + i)
-        slots.append(node.host[i])
+    count = end - base
+    wanted = _idle(node.flags, count, STORED | writing_bit(target))
+    absent = wanted & _absent(node.host, count)
+    if absent.any():
+        # A page that cannot be read from the host cannot be sent, nor can what follows it.
+        end = base + int(absent.argmax())
+        wanted = wanted[: end - base]
+    if node.host is not None:
+        _add(wanted, base, node.host, pages, slots)
     return end
 
 
 def _plan_swa(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> None:
     swa = node.swa
     assert swa is not None
-    base = node.start
-    source = source_of(target)
-    vector = swa.device if source is Tier.DEVICE else swa.host
-    if vector is None:
+    source = swa.device if target is Tier.HOST else swa.host
+    if source is None:
         return
+    count = end - node.start
     busy = writing_bit(target) | (STORED if target is Tier.STORAGE else 0)
-    has = swa.has(source)
-    i = has.find(1, 0, end - base)
-    while i >= 0:
-        there = target is Tier.HOST and swa.host is not None and swa.host[i] != NO_SLOT
-        if not there and not (swa.flags is not None and swa.flags[i] & busy):
-            pages.append(base + i)
-            slots.append(vector[i])
-        i = has.find(1, i + 1, end - base)
+    wanted = ~_absent(source, count) & _idle(swa.flags, count, busy)
+    if target is Tier.HOST:
+        wanted &= _absent(swa.host, count)
+    _add(wanted, node.start, source, pages, slots)
 
 
 def _plan_states(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> None:
