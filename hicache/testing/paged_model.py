@@ -126,6 +126,7 @@ class PagedModel:
         out = []
         for _ in range(count):
             self.cover(request)
+            request.captures = []
             out.append(self.runner.decode(request))
             request.computed = len(request.tokens)
             request.tokens.append(out[-1])
