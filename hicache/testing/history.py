@@ -428,6 +428,11 @@ class TreeHistory:
     def _reclaim(self) -> None:
         count = self.random.randint(1, 4)
         self.trail.append(f"reclaim {count}")
+        kept = self.oracle.covered(HOST)
+        copies = [
+            p for p in self.oracle.pages() if p.has(FULL, HOST) and p.has(FULL, DEVICE) and p not in kept
+        ]
+        _equal(self.tree.reclaimable(), len(copies), "reclaimable")
         slots = self.tree.reclaim_duplicates(count)
         self.oracle.reclaimed(count, slots)
         self.pools[(HOST, FULL)].free(slots)

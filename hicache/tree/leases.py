@@ -9,7 +9,8 @@ from hicache.tree.base import Lease, Match
 from hicache.tree.forest import Forest
 from hicache.tree.node import Node, TreeLease
 from hicache.tree.reading import check_boundary
-from hicache.types import NO_SLOT, Component, Tier
+from hicache.tree.window import presence
+from hicache.types import Component, Tier
 
 
 def lock(
@@ -211,8 +212,8 @@ def _protected_device(f: Forest) -> int:
         return total
     for node, depth in _reached(host_only).items():
         i = min(depth, node.device_end) - node.start  # pages [0, i) of the node are covered
-        while i > 0 and node.host is not None and node.host[i - 1] != NO_SLOT:
-            i -= 1
+        if node.host is not None:
+            i = len(presence(node.host[:i]).rstrip(b"\1"))
         if i > 0:
             at: Node | None = node
             end = node.start + i
@@ -232,8 +233,8 @@ def reclaimable(f: Forest) -> int:
     copies = f.resident[1][0] - host_only
     for node, depth in _reached(lease for lease in f.leases if lease.tier is Tier.HOST).items():
         if node.host_count and node.host is not None:
-            end = min(depth, node.device_end) - node.start
-            copies -= max(end, 0) - node.host[: max(end, 0)].count(NO_SLOT)
+            end = max(min(depth, node.device_end) - node.start, 0)
+            copies -= presence(node.host[:end]).count(1)
     return copies
 
 

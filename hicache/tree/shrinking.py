@@ -255,8 +255,10 @@ def _evict_swa(f: Forest, tier: Tier, count: int, out: Evicted) -> None:
                 heap.offer(run)
 
 
-def _tombstone(f: Forest, run: Run, tier: Tier, count: int, freed: Freed) -> tuple[int, list[TreeLease], int]:
-    """Take up to `count` unprotected pages of a run; return (taken, the leases in the way, pages left)."""
+def _tombstone(
+    f: Forest, run: Run, tier: Tier, count: int, freed: Freed
+) -> tuple[int, list[TreeLease], bool]:
+    """Take up to `count` unprotected pages of a run; return (taken, leases in the way, any left)."""
     node = run.node
     assert node is not None
     assert node.swa is not None
@@ -293,7 +295,7 @@ def _tombstone(f: Forest, run: Run, tier: Tier, count: int, freed: Freed) -> tup
             put(freed, tier, Component.SWA, slots)
             taken += stop - page
         at = has.find(1, stop - base) if stop < end else -1
-    left = node.swa.has_in(tier, base, end).count(1)
+    left = node.swa.has_in(tier, base, end).find(1) >= 0
     return taken, holders, left
 
 

@@ -92,10 +92,14 @@ class Window:
             self.device[i:j] = slots
             self.device_has[i:j] = ones
         else:
-            if self.host is None:
-                self.host = HOLE * len(self.any)
-            self.host[i:j] = slots
+            self.make_host()[i:j] = slots
         self.any[i:j] = ones
+
+    def make_host(self) -> Slots:
+        """Return the host slots, made on first use."""
+        if self.host is None:
+            self.host = HOLE * len(self.any)
+        return self.host
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -172,6 +176,13 @@ class Window:
             i -= 1
 
     # -- runs ----------------------------------------------------------------------------------
+
+    def overlapping(self, start: int, end: int) -> list[Run]:
+        """Return the runs that overlap [start, end)."""
+        i = stop = self._starting_before(end)
+        while i > 0 and self.runs[i - 1].end > start:
+            i -= 1
+        return self.runs[i:stop]
 
     def cover(self, start: int, end: int, stats: Stats) -> list[Run]:
         """Make runs for the parts of [start, end) that have none; return all runs that overlap."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.errors import InvariantViolation
 from hicache.tree.base import Lease, Match, WritePlan
@@ -15,6 +18,9 @@ from hicache.tree.node import STORED, Node, TreeLease, writing_bit
 from hicache.tree.reading import check_boundary, page_hashes, path_to, reach_of
 from hicache.tree.shrinking import device_floor, tree_floor
 from hicache.types import NO_SLOT, Component, Slots, Tier
+
+Mask: TypeAlias = "npt.NDArray[np.bool_]"
+Indices: TypeAlias = "npt.NDArray[np.int32]"
 
 
 def source_of(target: Tier) -> Tier:
@@ -63,21 +69,22 @@ def _worth(path: Sequence[Node], depth: int, min_hits: int) -> int:
     return depth
 
 
-def _idle(flags: bytearray | None, count: int, busy: int) -> np.ndarray:
+def _idle(flags: bytearray | None, count: int, busy: int) -> Mask:
     """Return, per page, whether none of the `busy` bits is set."""
     if flags is None:
         return np.ones(count, np.bool_)
-    return np.equal(np.frombuffer(flags, np.uint8, count) & busy, 0)
+    idle: Mask = (np.frombuffer(flags, np.uint8, count) & busy) == 0
+    return idle
 
 
-def _absent(slots: Slots | None, count: int) -> np.ndarray:
+def _absent(slots: Slots | None, count: int) -> Mask:
     """Return, per page, whether there is no slot."""
     if slots is None:
         return np.ones(count, np.bool_)
     return np.frombuffer(slots, np.int32, count) < 0
 
 
-def _add(wanted: np.ndarray, base: int, source: Slots, pages: Slots, slots: Slots) -> None:
+def _add(wanted: Mask, base: int, source: Slots, pages: Slots, slots: Slots) -> None:
     """Add the wanted pages of a node that starts at `base`."""
     if not wanted.any():
         return
@@ -155,9 +162,10 @@ def begin_write(f: Forest, lease: Lease, plan: WritePlan) -> Lease:
     held = checked(f, lease)
     if plan.source not in (Tier.DEVICE, Tier.HOST):
         raise ValueError(f"nothing is written down from {plan.source!r}")
-    full = plan.pages.get(Component.FULL, ())
-    swa = plan.pages.get(Component.SWA, ())
-    states = plan.pages.get(Component.MAMBA, ())
+    none = array("i")
+    full = plan.pages.get(Component.FULL, none)
+    swa = plan.pages.get(Component.SWA, none)
+    states = plan.pages.get(Component.MAMBA, none)
     depth = max((full[-1] + 1) if full else 0, (swa[-1] + 1) if swa else 0, states[-1] if states else 0)
     cover = lock(f, held, depth, plan.source, swa_start=swa[0] if swa else depth, states=tuple(states))
     bit = writing_bit(Tier(plan.source + 1))
@@ -186,17 +194,20 @@ def _flags(node: Node, component: Component) -> bytearray:
     return node.swa.make_flags()
 
 
-def _flag_pages(path: Sequence[Node], pages: Sequence[int], component: Component, bit: int) -> None:
-    i = 0
+def _by_node(path: Sequence[Node], pages: Slots) -> Iterator[tuple[Node, slice, Indices]]:
+    """Cut ascending pages by the nodes that hold them: node, which pages, their indices in the node."""
+    positions = np.array(pages, np.int32)
+    first = 0
     for node in path:
-        if i == len(pages):
-            return
-        if pages[i] >= node.end:
-            continue
-        flags = _flags(node, component)
-        while i < len(pages) and pages[i] < node.end:
-            flags[pages[i] - node.start] |= bit
-            i += 1
+        stop = bisect_left(pages, node.end, first)
+        if stop > first:
+            yield node, slice(first, stop), positions[first:stop] - node.start
+            first = stop
+
+
+def _flag_pages(path: Sequence[Node], pages: Slots, component: Component, bit: int) -> None:
+    for node, _, indices in _by_node(path, pages):
+        np.frombuffer(_flags(node, component), np.uint8)[indices] |= bit
 
 
 def end_write(
@@ -236,53 +247,41 @@ def _end_pages(
     results: Slots,
     left: Slots,
 ) -> None:
-    i = 0
-    keep = ~writing_bit(target)
-    for node in path:
-        first = i
-        while i < len(positions) and positions[i] < node.end:
-            i += 1
-        if i == first:
-            continue
-        flags = _flags(node, component)
-        for at, result in zip(positions[first:i], results[first:i], strict=True):
-            flags[at - node.start] &= keep
-            if result < 0:
-                continue
-            if target is Tier.STORAGE:
-                flags[at - node.start] |= STORED
-            elif not _publish(f, node, component, at, result):
-                left.append(result)
-        if target is Tier.HOST:
-            _published(f, node, component, positions[first], positions[i - 1] + 1)
+    keep = 0xFF & ~writing_bit(target)
+    for node, part, indices in _by_node(path, positions):
+        given = np.array(results[part], np.int32)
+        flags = np.frombuffer(_flags(node, component), np.uint8)
+        flags[indices] &= keep
+        done = given >= 0
+        if target is Tier.STORAGE:
+            flags[indices[done]] |= STORED
+        else:
+            left.frombytes(_publish(f, node, component, indices[done], given[done]).tobytes())
 
 
-def _publish(f: Forest, node: Node, component: Component, at: int, slot: int) -> bool:
-    """Give a page its host slot, unless it got one meanwhile or lost its source."""
+def _publish(f: Forest, node: Node, component: Component, indices: Indices, slots: Indices) -> Indices:
+    """Give pages their host slots; return those of pages that got one meanwhile or lost their source."""
+    if not len(indices):
+        return slots
     if component is Component.FULL:
-        host = node.make_host()
-        if host[at - node.start] != NO_SLOT:
-            return False
-        host[at - node.start] = slot
-        node.host_count += 1
+        host = np.frombuffer(node.make_host(), np.int32)
+        fits = host[indices] < 0
     else:
         assert node.swa is not None
-        if node.swa.slot(Tier.HOST, at) >= 0 or node.swa.slot(Tier.DEVICE, at) < 0:
-            return False
-        node.swa.put(Tier.HOST, at, array("i", [slot]))
-    f.resident[Tier.HOST][component] += 1
-    return True
-
-
-def _published(f: Forest, node: Node, component: Component, start: int, end: int) -> None:
+        host = np.frombuffer(node.swa.make_host(), np.int32)
+        fits = (host[indices] < 0) & (np.frombuffer(node.swa.device, np.int32)[indices] >= 0)
+    host[indices[fits]] = slots[fits]
+    count = int(fits.sum())
+    f.resident[Tier.HOST][component] += count
     if component is Component.FULL:
-        if node.device and node.host_count:
+        node.host_count += count
+        if node.device and count:
             f.copied[node] = None
         f.offer(node)
     elif node.swa is not None:
-        for run in node.swa.runs:
-            if run.start < end and run.end > start:
-                f.offer_run(run)
+        for run in node.swa.overlapping(node.start + int(indices[0]), node.start + int(indices[-1]) + 1):
+            f.offer_run(run)
+    return slots[~fits]
 
 
 def _end_state(f: Forest, node: Node, at: int, target: Tier, result: int, left: Slots) -> None:
