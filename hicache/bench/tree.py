@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -262,21 +263,23 @@ def _grow(
 # -- SGLang's cores --------------------------------------------------------------------------------
 
 
-def run_sglang(python: str, todo: list[tuple[Case, str]]) -> Iterator[Result]:
-    """Run the same workloads on SGLang's tree cores, in an interpreter that has SGLang."""
+def _check_sglang(python: str) -> None:
+    """Refuse at once what would fail after minutes of our own runs."""
     if not DRIVER.exists():
         raise ConfigError(f"--sglang-python needs a checkout: {DRIVER.name} is not part of the package")
+    if shutil.which(python) is None:
+        raise ConfigError(f"--sglang-python {python}: there is no such program")
+
+
+def run_sglang(python: str, todo: list[tuple[Case, str]]) -> Iterator[Result]:
+    """Run the same workloads on SGLang's tree cores, in an interpreter that has SGLang."""
     work = [
         {**asdict(case), "core": core, "window": WINDOW_TOKENS, "evict_tokens": EVICT_TOKENS}
         for case, core in todo
     ]
-    try:
-        process = subprocess.Popen(
-            [python, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
-    except OSError as error:
-        raise ConfigError(f"--sglang-python {python}: {error}") from error
-    with process:
+    with subprocess.Popen(
+        [python, str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(work))
@@ -420,6 +423,8 @@ def tree_command(
     json_path: Path | None,
 ) -> None:
     """The prefix tree alone: match, gather, lock, insert, release and evict, in microseconds."""
+    if sglang_python:
+        _check_sglang(sglang_python)
     console = Console(width=max(Console().width, 150))
     todo = cases(sets, shapes, pages, conversations, turns)
     ours = [run_case(case) for case in track(todo, "hicache", console=console)]
@@ -428,22 +433,29 @@ def tree_command(
     console.print(_table("microseconds, median", ours, columns + extra, 1))
     growth = [line for page in pages for line in _growth(page)]
     console.print(_growth_table(growth))
-    theirs: list[Result] = []
+    report: dict[str, object] = {"environment": environment(), "results": ours, "growth": growth}
     if sglang_python:
         work = [
             (case, core)
-            for case in todo
+            for case in sorted(todo, key=lambda case: case.conversations * case.turns)
             for core in sglang_cores
             if core != "python" or case.shape == "short" or case.conversations <= sglang_slow_limit
         ]
-        runs = run_sglang(sglang_python, work)
-        theirs = list(track(runs, "sglang", total=len(work), console=console))
+        theirs: list[Result] = []
+        for result in track(run_sglang(sglang_python, work), "sglang", total=len(work), console=console):
+            theirs.append(result)
+            if "error" in result:
+                console.print(f"SGLang refused {_key(result)} on {result['core']}: {result['error']}")
+            report |= {"sglang": theirs, "ratios": ratios(ours, theirs)}
+            _write(json_path, report)  # after every case: the run takes minutes
         console.print(_table("SGLang, microseconds, median", theirs, columns, 1))
         console.print(_table("SGLang / hicache", ratios(ours, theirs), (*OPERATIONS, "turn"), 1))
+    _write(json_path, report)
     if json_path is not None:
-        report = {"environment": environment(), "results": ours, "growth": growth}
-        if theirs:
-            report |= {"sglang": theirs, "ratios": ratios(ours, theirs)}
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
         console.print(f"wrote {json_path}")
+
+
+def _write(path: Path | None, report: dict[str, object]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")

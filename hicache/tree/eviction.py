@@ -160,7 +160,7 @@ class Tlru(EvictionPolicy):
     name = "tlru"
     per_page = True
 
-    def __init__(self, *, threshold: int = 1024, next_prompt_estimate: int = 256) -> None:
+    def __init__(self, *, threshold: int = 0, next_prompt_estimate: int = 0) -> None:
         for option, value in (("threshold", threshold), ("next_prompt_estimate", next_prompt_estimate)):
             if value < 0:
                 raise ConfigError(f"tlru: {option}={value} must not be negative")
