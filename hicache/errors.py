@@ -3,6 +3,7 @@
     HiCacheError
     ├── ConfigError            a flag, option or file value is wrong; names it and what to do
     ├── SpecError              a model spec contradicts itself
+    ├── LoadFailed             pages did not get from host to device; the prompt must be computed
     ├── InvariantViolation     a law of the cache is broken; never caught below the top
     │   └── DoubleFree         a slot was freed that is not held
     └── BackendError           a storage backend could not do its work
@@ -25,6 +26,10 @@ class ConfigError(HiCacheError, ValueError):
 
 class SpecError(HiCacheError, ValueError):
     """A model spec contradicts itself."""
+
+
+class LoadFailed(HiCacheError):
+    """A copy from host to device failed: the pages it was to fill hold nothing, only this request suffers."""
 
 
 class InvariantViolation(HiCacheError, RuntimeError):

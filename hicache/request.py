@@ -49,6 +49,8 @@ class Request:
     cached: CachedTokens = field(default_factory=CachedTokens)
     captures: list[Capture] = field(default_factory=list)  # of the step about to run
     load: LoadTicket | None = None  # wait_layer() before reading a layer while it is set
+    admissions: int = 0
+    load_failed: bool = False  # a load for it has failed: it is not given another one
 
     lease: Lease | None = None  # device lease while running
     branch: tuple[int, ...] = ()  # pages; boundaries whose MAMBA state a prefill should leave behind

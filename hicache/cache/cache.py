@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hicache.cache.jobs import Jobs
-from hicache.cache.pools import PagePools
+from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch import Prefetcher
 from hicache.cache.stats import CacheStats
 from hicache.cache.writing import WriteDown
@@ -22,7 +22,7 @@ from hicache.request import Capture, Request
 from hicache.spec import ModelSpec
 from hicache.transfer.base import Done, Executor, JobKind, Move
 from hicache.tree.base import Lease, Match, PathSlots, TreeCore, TreeRules
-from hicache.types import NO_SLOT, Component, Slots, Tier
+from hicache.types import NO_SLOT, CachedTokens, Component, Slots, Tier
 
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
 
@@ -35,8 +35,9 @@ class _Running:
     owned: dict[Component, set[int]] = field(default_factory=dict)  # private slots, not in the tree
     states: list[tuple[int, int]] = field(default_factory=list)  # captured (boundary, slot), to be committed
     host_lease: Lease | None = None  # source of a load in flight
-    loading: bool = False
-    ended: bool = False  # finished or aborted while loading: released when the load ends
+    moves: list[Move] = field(default_factory=list)  # of the load in flight
+    spoiled: bool = False  # its load failed: nothing it has may reach the tree
+    leaving: Lease | None = None  # ended while loading: the device lease, released when the load ends
 
 
 class HiCache:
@@ -64,7 +65,8 @@ class HiCache:
         self.rules = TreeRules(spec.page_size, spec.kinds, spec.window_pages)
         self.stats = CacheStats()
         write_back = config.hicache_write_policy.value == "write_back"
-        self.pools = PagePools(tree, device, host, self.stats, reclaim=write_back)
+        copies = Copies.FIRST if write_back else Copies.KEPT
+        self.pools = PagePools(tree, device, host, self.stats, copies=copies)
         self._check_capacities(device)
         self._jobs = Jobs()
         self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats)
@@ -72,7 +74,7 @@ class HiCache:
             tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats
         )
         self._running: dict[Request, _Running] = {}
-        self._leaving: list[tuple[Request, _Running]] = []  # ended while their load was in flight
+        self._leaving: list[_Running] = []  # ended while their load was in flight
 
     def _check_capacities(self, device: Mapping[Component, int]) -> None:
         """The oldest request must be able to run alone (law 11)."""
@@ -121,7 +123,9 @@ class HiCache:
         On success the page tables cover [0, request.computed) and accounting is set. On refusal
         nothing has changed. If nothing else runs, the hit shrinks until the request fits.
         """
-        if self._admit_up_to(request, Tier.HOST) or self._admit_up_to(request, Tier.DEVICE):
+        if not request.load_failed and self._admit_up_to(request, Tier.HOST):
+            return True
+        if self._admit_up_to(request, Tier.DEVICE):
             return True
         if self._running:
             return False
@@ -143,7 +147,7 @@ class HiCache:
             load[SWA] = len(holes)
         if MAMBA in self.spec.kinds:
             load[MAMBA] = 2  # the working state and the last page boundary's
-        total = -(-(len(request.tokens) + request.max_new_tokens) // self.rules.page_size)
+        total = -(-(request.prompt_length + request.max_new_tokens) // self.rules.page_size)
         private = total - len(path.full_device)
         fits = self.pools.available(Tier.DEVICE, FULL) >= private + self._promised()
         taken = self.pools.allocate(Tier.DEVICE, load) if fits else None
@@ -155,10 +159,12 @@ class HiCache:
         self._running[request] = running
         self._take_path(request, path, taken, holes)
         request.lease, request.branch = lease, found.branch
-        self.tree.touch(lease, self.clock.now(), priority=request.priority)
+        hits = 0 if request.admissions else 1  # the same request again is no second access
+        self.tree.touch(lease, self.clock.now(), priority=request.priority, hits=hits)
+        request.admissions += 1
         self._account(request, found, boundary)
         self._start_load(request, running, path, taken, holes, host_lease)
-        self._writing.committed(lease)  # a second access may be what a selective policy waits for
+        self._writing.committed(lease, request)  # a second access may be what a selective policy waits for
         return True
 
     def _promised(self) -> int:
@@ -202,27 +208,32 @@ class HiCache:
         if not moves:
             self.tree.release(host_lease)
             return
-        for move in moves:
-            self.stats.loaded_pages[move.component.name.lower()] += len(move.sources)
-        running.host_lease, running.loading = host_lease, True
+        running.host_lease, running.moves = host_lease, moves
         job = self._jobs.open(JobKind.LOAD, lambda done: self._loaded(done, request, running))
         request.load = self.executor.start_load(job, moves)
 
     def _loaded(self, done: Done, request: Request, running: _Running) -> None:
-        running.loading = False
-        request.load = None
+        moves, running.moves = running.moves, []
         if running.host_lease is not None:
             self.tree.release(running.host_lease)
             running.host_lease = None
-        if running.ended:
-            self._release(request, running)
+        if done.failed:
+            running.spoiled = True  # whoever still waits for a layer is told by the ticket
+        else:
+            for move in moves:
+                self.stats.loaded_pages[move.component.name.lower()] += len(move.sources)
+        if running.leaving is not None:
+            self._leaving.remove(running)
+            self._release(running, running.leaving)
+        elif not done.failed:
+            request.load = None
 
     def _account(self, request: Request, found: Match, boundary: int) -> None:
         """Tokens by the tier that made them reusable: the device's own boundary, the host's, storage."""
         page = self.rules.page_size
-        before = self._prefetcher.ended(request)  # the boundary that was there without storage
+        fetched = self._prefetcher.ended(request)
         device = min(found.device, boundary)
-        storage = min(boundary - device, max(0, boundary - before)) if before >= 0 else 0
+        storage = min(boundary - device, max(0, min(boundary, fetched.stop) - fetched.start))
         cached = request.cached
         if cached.computed:
             return  # admitted again after a retraction: counted once
@@ -331,7 +342,7 @@ class HiCache:
             request.swa[start:end] = inserted.swa
             self._drop_old_window(request, running, end)
         request.committed = end
-        self._writing.committed(request.lease)
+        self._writing.committed(request.lease, request)
 
     def _drop_old_window(self, request: Request, running: _Running, end: int) -> None:
         """Forget SWA pages that no token from `end` on looks at; the private ones among them are freed.
@@ -354,7 +365,7 @@ class HiCache:
     def abort(self, request: Request) -> None:
         """Let go of a running request at any time; whole computed pages stay in the tree."""
         running = self._running[request]
-        if not running.loading:
+        if not running.moves and not running.spoiled:
             self._commit(request)
         self._end(request)
 
@@ -363,27 +374,40 @@ class HiCache:
         self.stats.retracted += 1
         self.abort(request)
 
-    def _end(self, request: Request) -> None:
-        running = self._running.pop(request)
-        if running.loading:
-            running.ended = True  # the copy thread still writes into its pages
-            self._leaving.append((request, running))
-        else:
-            self._release(request, running)
+    def restart(self, request: Request) -> None:
+        """Take back a running request whose load has failed; it may be admitted again, and then computes.
 
-    def _release(self, request: Request, running: _Running) -> None:
-        if running.ended:
-            self._leaving = [(q, r) for q, r in self._leaving if r is not running]
-        for component, slots in running.owned.items():
-            self.pools.free(Tier.DEVICE, component, array("i", slots))
-        running.owned = {}
-        if request.lease is not None:
-            self.tree.release(request.lease)
+        Nothing it has reaches the tree, and its hit is not counted.
+        """
+        self.stats.failed_loads += 1
+        cached, request.cached = request.cached, CachedTokens()
+        self.stats.prompt_tokens -= cached.cached + cached.computed
+        self.stats.device_tokens -= cached.device
+        self.stats.host_tokens -= cached.host
+        self.stats.storage_tokens -= cached.storage
+        request.load_failed = True
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        running, lease = self._running.pop(request), request.lease
+        if lease is None:
+            raise InvariantViolation(f"{request.rid} is running without a lease")
+        if running.moves:
+            running.leaving = lease  # the copy thread still writes into its pages
+            self._leaving.append(running)
+        else:
+            self._release(running, lease)
         request.lease, request.load = None, None
         request.full, request.swa = array("i"), array("i")
         request.state = request.track = NO_SLOT
         request.captures, request.committed = [], 0
         request.computed = 0
+
+    def _release(self, running: _Running, lease: Lease) -> None:
+        for component, slots in running.owned.items():
+            self.pools.free(Tier.DEVICE, component, array("i", slots))
+        running.owned = {}
+        self.tree.release(lease)
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -393,6 +417,8 @@ class HiCache:
         for done in ended:
             self._jobs.close(done)
         self._writing.follow_storage()
+        if ended:
+            self._writing.catch_up()
         self._writing.keep_reserve()
         return bool(ended)
 
@@ -409,6 +435,15 @@ class HiCache:
     @property
     def in_flight(self) -> int:
         return len(self._jobs)
+
+    @property
+    def copying(self) -> int:
+        """Copies between host and device in flight. They end soon, and may free pages; storage may hang."""
+        return self._jobs.count(JobKind.LOAD) + self._jobs.count(JobKind.WRITE)
+
+    def release_queued(self) -> int:
+        """Let go of what is kept for queued requests, so that running ones can go on; how much that was."""
+        return self._prefetcher.release_leases()
 
     # -- control -------------------------------------------------------------------------------
 
@@ -443,7 +478,7 @@ class HiCache:
             if tier is Tier.HOST:
                 holders += [held.get(component, array("i")) for held in host_held]
             else:
-                everyone = [*self._running.values(), *(r for _, r in self._leaving)]
+                everyone = [*self._running.values(), *self._leaving]
                 holders += [array("i", r.owned.get(component, ())) for r in everyone]
             slots = [s for held in holders for s in held]
             if len(set(slots)) != len(slots) or len(slots) != pool.num_taken:

@@ -5,14 +5,24 @@ Decides nothing about order (the tree does) and moves no bytes. Owned by the cac
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 from hicache.cache.stats import CacheStats
+from hicache.errors import InvariantViolation
 from hicache.tiers.slots import SlotAllocator
 from hicache.tree.base import Freed, TreeCore
 from hicache.types import Component, Slots, Tier
 
 Capacities = Mapping[Component, int]  # pages (MAMBA: states)
+
+
+class Copies(enum.Enum):
+    """What host copies of device pages are to somebody who needs FULL pages of the host."""
+
+    KEPT = "kept"  # out of reach
+    LAST = "last"  # taken when nothing else is left
+    FIRST = "first"  # taken before pages that are on the host only
 
 
 class PagePools:
@@ -22,11 +32,12 @@ class PagePools:
     """
 
     def __init__(
-        self, tree: TreeCore, device: Capacities, host: Capacities, stats: CacheStats, *, reclaim: bool
+        self, tree: TreeCore, device: Capacities, host: Capacities, stats: CacheStats, *, copies: Copies
     ) -> None:
+        """`copies` is what holds where a caller does not say otherwise; FIRST holds always."""
         self._tree = tree
         self._stats = stats
-        self._reclaim = reclaim  # write_back: host copies of device pages are expendable
+        self._copies = copies
         self._pools: dict[tuple[Tier, Component], SlotAllocator] = {}
         for tier, capacities in ((Tier.DEVICE, device), (Tier.HOST, host)):
             for component, pages in capacities.items():
@@ -43,30 +54,34 @@ class PagePools:
         pool = self._pools.get((tier, component))
         return pool.capacity if pool else 0
 
-    def available(self, tier: Tier, component: Component) -> int:
+    def available(self, tier: Tier, component: Component, copies: Copies = Copies.KEPT) -> int:
         """Pages that allocate() could hand out now, by eviction if need be."""
-        return self._pools[tier, component].num_free + self._tree.evictable(tier, component)
+        free = self._pools[tier, component].num_free
+        return free + self._evictable(tier, component, self._mode(tier, component, copies))
 
-    def allocate(self, tier: Tier, wanted: Mapping[Component, int]) -> dict[Component, Slots] | None:
+    def allocate(
+        self, tier: Tier, wanted: Mapping[Component, int], copies: Copies = Copies.KEPT
+    ) -> dict[Component, Slots] | None:
         """Take pages of several components on a tier, evicting as needed; all of them or none.
 
         A refusal evicts nothing.
         """
         short = {c: n - self._pools[tier, c].num_free for c, n in wanted.items()}
         short = {c: n for c, n in short.items() if n > 0}
-        if any(self._evictable(tier, c) < n for c, n in short.items()):
+        if any(self._evictable(tier, c, self._mode(tier, c, copies)) < n for c, n in short.items()):
             return None
         for component in sorted(short):  # FULL first: it takes the others along
             missing = wanted[component] - self._pools[tier, component].num_free
             if missing > 0:
-                self._evict(tier, component, missing)
+                self._evict(tier, component, missing, self._mode(tier, component, copies))
         taken: dict[Component, Slots] = {}
         for component, count in wanted.items():
             slots = self._pools[tier, component].allocate(count)
-            if slots is None:  # the tree promised more than it could free
-                for other, given in taken.items():
-                    self._pools[tier, other].free(given)
-                return None
+            if slots is None:
+                raise InvariantViolation(
+                    f"{tier.name} {component.name}: the tree promised {short.get(component, 0)} pages it "
+                    f"could not free"
+                )
             taken[component] = slots
         return taken
 
@@ -78,22 +93,30 @@ class PagePools:
         for (tier, component), slots in freed.items():
             self.free(tier, component, slots)
 
-    def _evictable(self, tier: Tier, component: Component) -> int:
-        count = self._tree.evictable(tier, component)
-        if self._reclaim and tier is Tier.HOST and component is Component.FULL:
-            count += self._tree.resident(Tier.DEVICE, component)  # an upper bound; allocate() rechecks
-        return count
+    def _mode(self, tier: Tier, component: Component, copies: Copies) -> Copies:
+        if tier is not Tier.HOST or component is not Component.FULL:
+            return Copies.KEPT
+        return Copies.FIRST if self._copies is Copies.FIRST else copies
 
-    def _evict(self, tier: Tier, component: Component, count: int) -> None:
-        if self._reclaim and tier is Tier.HOST and component is Component.FULL:
-            copies = self._tree.reclaim_duplicates(count)
-            self.free(tier, component, copies)
-            count -= len(copies)
-            if count <= 0:
-                return
-        evicted = self._tree.evict(tier, component, count)
-        self.free_all(evicted.freed)
-        self._stats.demoted_pages += evicted.demoted
-        self._stats.lost_pages += evicted.lost
-        for (where, what), slots in evicted.freed.items():
-            self._stats.evicted_pages[f"{where.name.lower()}.{what.name.lower()}"] += len(slots)
+    def _evictable(self, tier: Tier, component: Component, mode: Copies) -> int:
+        count = self._tree.evictable(tier, component)
+        return count if mode is Copies.KEPT else count + self._tree.reclaimable()
+
+    def _evict(self, tier: Tier, component: Component, count: int, mode: Copies) -> None:
+        if mode is Copies.FIRST:
+            count -= self._reclaim(count)
+        if count > 0:
+            evicted = self._tree.evict(tier, component, count)
+            self.free_all(evicted.freed)
+            count -= len(evicted.freed.get((tier, component), ()))
+            self._stats.demoted_pages += evicted.demoted
+            self._stats.lost_pages += evicted.lost
+            for (where, what), slots in evicted.freed.items():
+                self._stats.evicted_pages[f"{where.name.lower()}.{what.name.lower()}"] += len(slots)
+        if count > 0 and mode is Copies.LAST:
+            self._reclaim(count)
+
+    def _reclaim(self, count: int) -> int:
+        copies = self._tree.reclaim_duplicates(count)
+        self.free(Tier.HOST, Component.FULL, copies)
+        return len(copies)

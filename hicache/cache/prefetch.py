@@ -15,7 +15,7 @@ from itertools import compress
 
 from hicache import boundary
 from hicache.cache.jobs import Jobs
-from hicache.cache.pools import PagePools
+from hicache.cache.pools import Copies, PagePools
 from hicache.cache.stats import CacheStats
 from hicache.clock import Clock
 from hicache.config.cache import CacheConfig
@@ -65,6 +65,7 @@ class _Prefetch:
     phase: _Phase = _Phase.PROBING
     blocked_since: float | None = None
     reason: str = ""  # why it ended
+    reached: int = 0  # pages; the boundary it has published
     anchor: Lease | None = None  # keeps what the pages being fetched will hang on
     lease: Lease | None = None  # keeps what was published until admission
 
@@ -227,23 +228,23 @@ class Prefetcher:
         ]
         return min(times, default=None)
 
-    def ended(self, request: Request) -> int:
+    def ended(self, request: Request) -> range:
         """Forget a request at admission or abort, letting go of what was published for it.
 
-        Returns the boundary (pages) it had without storage, -1 if there was no prefetch. A read still
-        in flight is cancelled and keeps its pages until it really ends.
+        Returns the pages by which storage made its hit deeper. A read still in flight is cancelled and
+        keeps its pages until it really ends.
         """
         self._found.pop(request.rid, None)
         prefetch = self._by_rid.pop(request.rid, None)
         if prefetch is None:
-            return -1
+            return range(0)
         if prefetch.phase is not _Phase.ENDED:
             self._cancel(prefetch)
             self._end(prefetch, "aborted")
         if prefetch.lease is not None:
             self._tree.release(prefetch.lease)
             prefetch.lease = None
-        return prefetch.known
+        return range(prefetch.known, max(prefetch.known, prefetch.reached))
 
     def release_leases(self) -> int:
         """Let go of everything published for queued requests; returns how many leases that were."""
@@ -322,7 +323,7 @@ class Prefetcher:
         presence, page = self._tree.presence(found), self._rules.page_size
         run = _run(found.full, there[Component.FULL])
         others = self._reserved() - (prefetch.anchor.depth if prefetch.anchor is not None else 0)
-        room = min(self._room() - others, self._pools.available(Tier.HOST, Component.FULL))
+        room = min(self._room() - others, self._pools.available(Tier.HOST, Component.FULL, Copies.LAST))
         if run - found.full > room:
             if others:
                 prefetch.phase = _Phase.CROWDED
@@ -348,7 +349,7 @@ class Prefetcher:
         anchor = self._tree.lock(
             found, found.full, Tier.HOST, swa_start=min(window_start, found.full), states=states
         )
-        taken = self._pools.allocate(Tier.HOST, {p.component: len(p.positions) for p in parts})
+        taken = self._pools.allocate(Tier.HOST, {p.component: len(p.positions) for p in parts}, Copies.LAST)
         if taken is None:
             self._tree.release(anchor)
             return "host_capacity"
@@ -409,6 +410,7 @@ class Prefetcher:
             refused = unused.get(component, array("i"))
             self._pools.free(Tier.HOST, component, refused)
             self._stats.fetched_pages[component.name.lower()] += len(pages) - len(refused)
+        prefetch.reached = reach
         after = self._tree.match(request.scope, request.tokens, prefetch.limit * page)
         prefetch.lease = self._tree.lock(after, after.host, Tier.HOST)
 

@@ -24,3 +24,4 @@ class CacheStats:
     store_failed_pages: int = 0
     prefetch: Counter[str] = field(default_factory=Counter)  # ended prefetches by reason
     retracted: int = 0
+    failed_loads: int = 0  # host to device; their requests were computed instead

@@ -13,9 +13,23 @@ from hicache.cache.pools import PagePools
 from hicache.cache.stats import CacheStats
 from hicache.config.cache import CacheConfig
 from hicache.policy.writing import hits_to_write
+from hicache.request import Request
 from hicache.transfer.base import Done, Executor, JobKind, Move, ObjectRef
 from hicache.tree.base import Lease, TreeCore, WritePlan
 from hicache.types import NO_SLOT, Component, Slots, Tier
+
+_MOST_OWED = 1024  # paths
+_HOST_TRIES = 8  # for a path that the host had no room for, or did not get
+
+
+@dataclass(slots=True)
+class _Path:
+    """Pages of a request's path that have a claim to be written down, whether the tree has them or not."""
+
+    scope: bytes
+    tokens: array[int]  # the request's own; grows with it
+    depth: int  # pages
+    tries: int = 0  # to get it to the host, in vain
 
 
 @dataclass(slots=True)
@@ -25,6 +39,8 @@ class _HostWrite:
     lease: Lease
     plan: WritePlan
     targets: dict[Component, Slots]
+    path: _Path | None
+    store_hits: int | None  # to be stored afterwards, from so many hits on
 
 
 @dataclass(slots=True)
@@ -53,6 +69,8 @@ class WriteDown:
         self._hits = hits_to_write(config.hicache_write_policy)
         self._storing = 0  # FULL pages of stores in flight
         self._writes: dict[int, _HostWrite] = {}
+        # What storage or the host had no room for, first come first served; keyed by the tokens' identity.
+        self._owed: dict[int, _Path] = {}
         self._epoch = executor.storage_epoch
         self._stored_before = -1  # pages stored in all when the last round of restocking began
         self._restock_due = False  # storage may have lost what write_through had put there
@@ -67,16 +85,44 @@ class WriteDown:
 
     # -- triggers ------------------------------------------------------------------------------
 
-    def committed(self, lease: Lease) -> None:
+    def committed(self, lease: Lease, request: Request) -> None:
         """Pages of a request reached the tree: write what the policy wants below them."""
         self._reserve_due = True
         if self._has_host and self._hits is not None:
-            self._write_to_host(lease, self._hits)
+            path = _Path(request.scope, request.tokens, lease.depth)
+            self._write_to_host(lease, self._hits, path=path, store_hits=self._hits)
 
-    def published(self, lease: Lease) -> None:
-        """Pages arrived on the host for this HOST lease's path: store what storage lacks of them."""
-        if self._hits is not None:
-            self._store(lease, self._hits, attempt=1)
+    def catch_up(self) -> None:
+        """Transfers have ended: write what had to wait for room, oldest first, as long as there is some."""
+        if not self._owed or self._storing >= self._store_limit:
+            return
+        page = self._tree.rules.page_size
+        waiting, self._owed = self._owed, {}
+        while waiting and self._storing < self._store_limit and not self._owed:
+            path = waiting.pop(next(iter(waiting)))
+            found = self._tree.match(path.scope, path.tokens, path.depth * page)
+            lease = self._tree.lock(found, found.full, Tier.HOST)
+            self._write_to_host(lease, self._hits or 0, path=path, store_hits=self._hits)
+            self._store(lease, self._hits or 0, attempt=1, path=path)
+            self._tree.release(lease)
+        for key, path in waiting.items():
+            self._owed.setdefault(key, path)
+
+    def _owe_host(self, path: _Path | None) -> None:
+        if path is not None and path.tries < _HOST_TRIES:
+            path.tries += 1
+            self._owe(path)
+
+    def _owe(self, path: _Path | None) -> None:
+        """Come back to a path; what is not the tree's any more by then is forgotten."""
+        if path is None:
+            return  # the caller comes round by itself
+        known = self._owed.get(id(path.tokens))
+        if known is not None:
+            known.depth = max(known.depth, path.depth)
+            known.tries = max(known.tries, path.tries)
+        elif len(self._owed) < _MOST_OWED:
+            self._owed[id(path.tokens)] = path
 
     def keep_reserve(self) -> None:
         """write_back: write the next victims of each tier before they must go.
@@ -92,7 +138,8 @@ class WriteDown:
             self._tree.release(lease)
         if self._executor.has_storage and self._storing < self._store_limit:
             for lease in self._tree.coldest_unwritten(Tier.HOST, self._reserve[Tier.HOST]):
-                self._store(lease, 0, attempt=1)
+                if not self._store(lease, 0, attempt=1):  # an ancestor may be on the device only
+                    self._write_to_host(lease, 0, store_hits=0)
                 self._tree.release(lease)
 
     def follow_storage(self) -> None:
@@ -136,7 +183,10 @@ class WriteDown:
 
     # -- device to host ------------------------------------------------------------------------
 
-    def _write_to_host(self, lease: Lease, min_hits: int) -> None:
+    def _write_to_host(
+        self, lease: Lease, min_hits: int, *, path: _Path | None = None, store_hits: int | None = None
+    ) -> None:
+        """Begin writing what the host lacks of a path; store it afterwards from `store_hits` hits on."""
         plan = self._tree.plan_write(lease, Tier.HOST, min_hits=min_hits)
         if not plan.count:
             return
@@ -144,7 +194,10 @@ class WriteDown:
         targets = self._host_slots(plan)
         if targets is None:
             self._tree.end_write(write_lease, plan, {c: _nothing(len(p)) for c, p in plan.pages.items()})
+            self._owe_host(path)
             return
+        if sum(map(len, targets.values())) < plan.count:
+            self._owe_host(path)
         moves, outcome = [], {}
         for component, sources in plan.slots.items():
             given = targets.get(component, array("i"))
@@ -152,7 +205,7 @@ class WriteDown:
             if given:
                 moves.append(Move(component, sources[: len(given)], given))
         job = self._jobs.open(JobKind.WRITE, self._host_written)
-        self._writes[job] = _HostWrite(write_lease, plan, outcome)
+        self._writes[job] = _HostWrite(write_lease, plan, outcome, path, store_hits)
         self._executor.start_write(job, moves)
 
     def _host_slots(self, plan: WritePlan) -> dict[Component, Slots] | None:
@@ -176,6 +229,7 @@ class WriteDown:
             for component, slots in write.targets.items():
                 self._pools.free(Tier.HOST, component, _present(slots))
             write.targets = {c: _nothing(len(s)) for c, s in write.targets.items()}
+            self._owe_host(write.path)
         # The host lease is taken before end_write lets go of the path.
         host_lease = self._tree.lock(write.lease, write.lease.depth, Tier.HOST)
         for component, slots in write.targets.items():
@@ -183,20 +237,23 @@ class WriteDown:
         unused = self._tree.end_write(write.lease, write.plan, write.targets)
         for component, slots in unused.items():
             self._pools.free(Tier.HOST, component, slots)
-        self.published(host_lease)
+        if write.store_hits is not None:
+            self._store(host_lease, write.store_hits, attempt=1, path=write.path)
         self._tree.release(host_lease)
 
     # -- host to storage -----------------------------------------------------------------------
 
-    def _store(self, lease: Lease, min_hits: int, *, attempt: int) -> None:
+    def _store(self, lease: Lease, min_hits: int, *, attempt: int, path: _Path | None = None) -> bool:
+        """Begin storing what storage lacks of a path; returns whether there was anything to store."""
         if not self._executor.has_storage:
-            return
+            return False
         plan = self._tree.plan_write(lease, Tier.STORAGE, min_hits=min_hits)
         if not plan.count:
-            return
+            return False
         full = len(plan.pages.get(Component.FULL, ()))
         if self._storing and self._storing + full > self._store_limit:
-            return  # the next commit on this path plans these pages again
+            self._owe(path)
+            return True
         store_lease = self._tree.begin_write(lease, plan)
         order = sorted(plan.pages)  # FULL ancestors first (law 7)
         refs = [ObjectRef(c, h) for c in order for h in plan.hashes[c]]
@@ -205,6 +262,7 @@ class WriteDown:
         self._storing += full
         job = self._jobs.open(JobKind.STORE, lambda done: self._stored(done, store))
         self._executor.start_store(job, refs, slots)
+        return True
 
     def _stored(self, done: Done, store: _StoreWrite) -> None:
         self._storing -= len(store.plan.pages.get(Component.FULL, ()))

@@ -7,13 +7,16 @@ moves bytes) and the clock differ. Single-threaded.
 from __future__ import annotations
 
 import enum
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from hicache.cache import HiCache
-from hicache.errors import HiCacheError
+from hicache.errors import HiCacheError, LoadFailed
 from hicache.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -23,7 +26,8 @@ class Runner(Protocol):
         """Compute tokens [start, end): KV into the request's pages, MAMBA into its working state.
 
         Waits for `request.load` layer by layer, honours `request.captures`, and returns the greedily
-        sampled next token if `end` is the end of the tokens, else None.
+        sampled next token if `end` is the end of the tokens, else None. Raises LoadFailed if the load
+        failed; whatever it wrote until then is dropped.
         """
 
     def decode(self, request: Request) -> int:
@@ -143,8 +147,10 @@ class Scheduler:
         computed = self._prefill()
         computed |= self._decode()
         self._crowded &= not computed
-        if not computed and self._running and not self.cache.in_flight:
-            self._retract_youngest()
+        if not computed and self._running and not self.cache.copying:
+            # Storage is not waited for: it may hang with pages that a queued request wants (law 11).
+            if not self.cache.release_queued():
+                self._retract_youngest()
             return True
         return progress or computed
 
@@ -199,9 +205,13 @@ class Scheduler:
             if not self.cache.extend(request, end):
                 continue
             budget -= end - start
-            token = self._runner.prefill(request, start, end)
-            self.cache.computed(request, end)
             computed = True
+            try:
+                token = self._runner.prefill(request, start, end)
+            except LoadFailed:
+                self._restart(request)
+                continue
+            self.cache.computed(request, end)
             if token is not None:
                 self._sampled(request, token)
         return computed
@@ -214,9 +224,13 @@ class Scheduler:
                 continue
             if not self.cache.extend(request, end):
                 continue
-            token = self._runner.decode(request)
-            self.cache.computed(request, end)
             computed = True
+            try:
+                token = self._runner.decode(request)
+            except LoadFailed:
+                self._restart(request)
+                continue
+            self.cache.computed(request, end)
             self._sampled(request, token)
         return computed
 
@@ -240,6 +254,14 @@ class Scheduler:
         request.finished_at = self.cache.clock.now()
         if self._on_finish:
             self._on_finish(request)
+
+    def _restart(self, request: Request) -> None:
+        """Its load failed: back to its place in the queue, to be computed; the others go on."""
+        logger.warning("%s: its pages could not be loaded from the host; they are computed", request.rid)
+        self._running.remove(request)
+        self.cache.restart(request)
+        younger = (i for i, r in enumerate(self._waiting) if r.enqueued_at > request.enqueued_at)
+        self._waiting.insert(next(younger, len(self._waiting)), request)
 
     def _retract_youngest(self) -> None:
         """Nobody can go on: take the youngest request's pages so that the oldest can (law 11)."""

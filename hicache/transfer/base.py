@@ -47,8 +47,8 @@ class Done:
     """The end of a job. From here on nothing touches the job's slots any more.
 
     `flags` has one byte per entry of the job: 1 = present (PROBE), whole and verified (FETCH),
-    stored or already there (STORE). WRITE and LOAD fail by raising at the edge, never in part, and
-    have no flags. `failed` says that the store itself failed, so flags are no evidence of absence.
+    stored or already there (STORE). WRITE and LOAD have no flags. `failed` says that the store itself
+    failed, so flags are no evidence of absence; of a WRITE or LOAD, that its targets hold nothing.
     """
 
     job: JobId
@@ -61,7 +61,10 @@ class LoadTicket(Protocol):
     """A load in progress. wait_layer is called from the compute thread, in ascending layer order."""
 
     def wait_layer(self, layer: int) -> None:
-        """Make the caller's stream (on CPU: the caller) wait until every pool of a model layer is there."""
+        """Make the caller's stream (on CPU: the caller) wait until every pool of a model layer is there.
+
+        Raises LoadFailed if the load failed, at whichever layer, and however long ago.
+        """
 
     def done(self) -> bool:
         """True once every layer has arrived."""

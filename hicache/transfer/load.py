@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from hicache.errors import HiCacheError
+from hicache.errors import LoadFailed
 from hicache.transfer.base import JobId, LoadTicket
 from hicache.transfer.copy_engine import CopyEngine, LayerPart, Mark, Pages
 from hicache.types import Component
@@ -34,10 +34,10 @@ class Load(LoadTicket):
         self._error: BaseException | None = None
 
     def wait_layer(self, layer: int) -> None:
-        """Wait for model layer `layer`; raises HiCacheError if the load failed, whichever layer it was at."""
+        """Wait for model layer `layer`; raises LoadFailed if the load failed, whichever layer it was at."""
         self._gates[layer].wait()
         if self._error is not None:
-            raise HiCacheError(
+            raise LoadFailed(
                 f"load {self.job}: a copy from host to device failed: {self._error}"
             ) from self._error
         self._engine.wait(self._marks[layer])
