@@ -286,6 +286,8 @@ class Forest:
         self._bury(node)
         self.offer(parent)
         self.joinable.append(parent)
+        if parent.parent is None:
+            self.drop_idle_roots(parent.scope)
 
     def drop_idle_roots(self, scope: bytes) -> None:
         root = self.roots.get(scope)

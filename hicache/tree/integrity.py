@@ -70,6 +70,7 @@ def _check_links(f: Forest, node: Node) -> None:
     if parent is None:
         _demand(node.end == 0 and not node.device, f"a root holds pages up to {node.end}")
         _demand(f.roots.get(node.scope) is node, "a root is listed under another scope")
+        _demand(bool(node.children or node.leases), "a root that nobody needs is kept")
     else:
         _demand(parent.end == node.start, f"{_name(node)} hangs below page {parent.end}")
         _demand(parent.children.get(f.first_page(node)) is node, f"{_name(node)} has another key")
