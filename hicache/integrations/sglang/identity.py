@@ -92,6 +92,8 @@ def freeze(
         shard = _shard(config, component, layers)
         families[component] = Family(component, shard, tuple(names), parts)
         specs = tuple(spec for name in names for spec in pools[name].specs)
+        if not specs:
+            raise Refused(f"the pools {names} hold no bytes; there is nothing to keep in L3")
         # SGLang keeps the window to itself; no byte of a page depends on it.
         components.append(ComponentSpec(component, specs, window=int(component is Component.SWA)))
     described = {"engine": "sglang", "model": model, **facts, **settings.identity}

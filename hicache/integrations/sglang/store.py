@@ -242,8 +242,8 @@ class ObjectStore:
                 elif answer is not WriteOutcome.EXISTS:
                     break
             ready = list(going.items())
-            going.clear()
             outcomes = backend.commit([reservation for _, reservation in ready]) if ready else []
+            going.clear()
         finally:
             self._abort(backend, [*going.values(), *open_writes.values()])
         self._worked()
