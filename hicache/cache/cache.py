@@ -490,6 +490,11 @@ class HiCache:
                 if not pool.is_taken(slot):
                     raise InvariantViolation(f"{tier.name} {component.name}: slot {slot} is owned but free")
 
+    def remembered(self) -> dict[str, int]:
+        """Entries kept for requests and transfers, by what they are; all 0 when nothing is going on."""
+        kept = {"running": len(self._running), "leaving": len(self._leaving), "jobs": len(self._jobs)}
+        return {**kept, **self._prefetcher.remembered(), **self._writing.remembered()}
+
     def close(self) -> None:
         """Stop the executor's threads."""
         self.executor.close()

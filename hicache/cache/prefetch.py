@@ -438,6 +438,9 @@ class Prefetcher:
         published = sum(p.lease.depth - p.known for p in self._by_rid.values() if p.lease is not None)
         return reading + anchored + published
 
+    def remembered(self) -> dict[str, int]:
+        return {"prefetches": len(self._by_rid), "looks": len(self._found), "fetches": len(self._fetching)}
+
     def held(self) -> dict[Component, Slots]:
         """Host slots of reads in flight that are not in the tree, for the accounting check."""
         held: dict[Component, Slots] = {}

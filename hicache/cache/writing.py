@@ -286,6 +286,9 @@ class WriteDown:
         elif missing:
             self._stats.store_failed_pages += missing
 
+    def remembered(self) -> dict[str, int]:
+        return {"writes": len(self._writes), "stores": self._storing}
+
     def held(self) -> dict[Component, Slots]:
         """Host slots that writes in flight hold, for the accounting check."""
         held: dict[Component, Slots] = {}

@@ -142,6 +142,7 @@ class Scheduler:
         if self._settle is Settle.EVERY_STEP:
             self.cache.settle()
         progress = self.cache.tick()
+        self._crowded &= bool(self._running)  # who was waited for may have been aborted
         if not self._crowded:
             progress |= self._admit()
         computed = self._prefill()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from hicache.clock import ManualClock
-from hicache.errors import InvariantViolation
+from hicache.errors import InvariantViolation, LoadFailed
 from hicache.request import Request
 from hicache.spec import ModelSpec
 from hicache.transfer.base import Done, Executor, JobId, JobKind, LoadTicket, Move, ObjectRef
@@ -34,9 +34,13 @@ def identity(request: Request, upto: int) -> Identity:
 class Faults:
     """Probabilities per job or object."""
 
-    store_fails: float = 0.0  # a job fails as a whole
+    store_fails: float = 0.0  # a storage job fails as a whole
     object_lost: float = 0.0  # an object vanishes from storage before it is read
+    object_short: float = 0.0  # a read brings fewer bytes than the object has; the object is deleted
     put_refused: float = 0.0  # a store stops at an object
+    copy_fails: float = 0.0  # a copy between host and device fails
+    slow: float = 0.0  # a storage job takes `slow_s` longer
+    slow_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class _Job:
     sources: list[Identity] = field(default_factory=list)
     arrived: int = 0
     cancelled: bool = False
+    due: float = 0.0  # it does not end before
 
 
 class LedgerTicket(LoadTicket):
@@ -58,6 +63,8 @@ class LedgerTicket(LoadTicket):
 
     def wait_layer(self, layer: int) -> None:
         self._executor.finish(self._job)
+        if self._job in self._executor.failed_loads:
+            raise LoadFailed(f"load {self._job} failed")
 
     def done(self) -> bool:
         return not self._executor.is_open(self._job)
@@ -70,6 +77,7 @@ class LedgerExecutor(Executor):
         self._clock, self._rng, self._faults = clock, rng, faults
         self.content: dict[tuple[Tier, Component, int], Identity] = {}
         self.storage: dict[ObjectRef, Identity] | None = {} if storage else None
+        self.failed_loads: set[JobId] = set()
         self._jobs: dict[JobId, _Job] = {}
         self._ended: list[Done] = []
         self._epoch = 1
@@ -88,6 +96,23 @@ class LedgerExecutor(Executor):
             self.storage.clear()
         self._epoch += 1
 
+    def detach(self) -> None:
+        """Take storage away: its jobs end, as failed."""
+        for job, entry in list(self._jobs.items()):
+            if entry.done.kind in (JobKind.PROBE, JobKind.FETCH, JobKind.STORE):
+                self.finish(job, failed=True)
+        self.storage = None
+        self._epoch += 1
+
+    def attach(self, storage: dict[ObjectRef, Identity]) -> None:
+        """Use a storage with whatever it holds."""
+        self.storage = storage
+        self._epoch += 1
+
+    def open_jobs(self, *kinds: JobKind) -> list[JobId]:
+        """Jobs that have not ended, in the order they were started; of these kinds, or of all."""
+        return [job for job, entry in self._jobs.items() if not kinds or entry.done.kind in kinds]
+
     def is_open(self, job: JobId) -> bool:
         return job in self._jobs
 
@@ -103,15 +128,24 @@ class LedgerExecutor(Executor):
         self._start(job, JobKind.WRITE, moves)
 
     def start_probe(self, job: JobId, refs: Sequence[ObjectRef]) -> None:
-        self._jobs[job] = _Job(Done(job, JobKind.PROBE), refs=list(refs))
+        self._begin_storage(_Job(Done(job, JobKind.PROBE), refs=list(refs)))
 
     def start_fetch(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
-        self._jobs[job] = _Job(Done(job, JobKind.FETCH), refs=list(refs), slots=list(slots))
+        self._begin_storage(_Job(Done(job, JobKind.FETCH), refs=list(refs), slots=list(slots)))
 
     def start_store(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
         entry = _Job(Done(job, JobKind.STORE), refs=list(refs), slots=list(slots))
         entry.sources = [self.content[Tier.HOST, r.component, s] for r, s in zip(refs, slots, strict=True)]
-        self._jobs[job] = entry
+        self._begin_storage(entry)
+
+    def _begin_storage(self, entry: _Job) -> None:
+        if self.storage is None:
+            flags = bytes(len(entry.refs))
+            self._ended.append(Done(entry.done.job, entry.done.kind, flags, failed=True))
+            return
+        slow = self._rng.random() < self._faults.slow
+        entry.due = self._clock.now() + (self._faults.slow_s if slow else 0.0)
+        self._jobs[entry.done.job] = entry
 
     def _start(self, job: JobId, kind: JobKind, moves: Sequence[Move]) -> None:
         entry = _Job(Done(job, kind))
@@ -125,18 +159,30 @@ class LedgerExecutor(Executor):
                 self.content[other, move.component, target] = POISON
         self._jobs[job] = entry
 
-    def finish(self, job: JobId) -> None:
-        """Perform a job now; its Done is polled later."""
+    def finish(self, job: JobId, *, failed: bool | None = None, upto: int | None = None) -> None:
+        """Perform a job now; its Done is polled later.
+
+        `failed` decides instead of chance; `upto` entries of a FETCH or STORE are done before it ends.
+        """
         entry = self._jobs.pop(job, None)
         if entry is None:
             return
         kind = entry.done.kind
-        if kind in (JobKind.WRITE, JobKind.LOAD):
-            self._finish_copy(entry, kind)
-            self._ended.append(entry.done)
+        copy = kind in (JobKind.WRITE, JobKind.LOAD)
+        if failed is None:
+            failed = self._rng.random() < (self._faults.copy_fails if copy else self._faults.store_fails)
+        if copy:
+            if not failed:
+                self._finish_copy(entry, kind)
+            elif kind is JobKind.LOAD:
+                self.failed_loads.add(job)
+            self._ended.append(Done(job, kind, failed=failed))
             return
-        failed = self._rng.random() < self._faults.store_fails
-        flags = b"" if failed and kind is JobKind.PROBE else self._finish_storage(entry, kind, failed)
+        if kind is JobKind.PROBE and failed:
+            flags = b""
+        else:
+            limit = len(entry.refs) if upto is None else upto
+            flags = self._finish_storage(entry, kind, 0 if failed and upto is None else limit)
         self._ended.append(Done(job, kind, flags, failed))
 
     def _finish_copy(self, entry: _Job, kind: JobKind) -> None:
@@ -152,20 +198,19 @@ class LedgerExecutor(Executor):
                 )
             self.content[target, component, b] = before
 
-    def _finish_storage(self, entry: _Job, kind: JobKind, failed: bool) -> bytes:
+    def _finish_storage(self, entry: _Job, kind: JobKind, limit: int) -> bytes:
         storage = self.storage if self.storage is not None else {}
         if kind is JobKind.PROBE:
             return bytes(ref in storage for ref in entry.refs)
         if kind is JobKind.FETCH:
-            while entry.arrived < len(entry.refs) and not failed and not entry.cancelled:
+            while entry.arrived < limit and not entry.cancelled:
                 self._read_one(entry, storage)
-            flags = self._flags(entry)
-            return flags
+            return self._flags(entry)
         flags = bytearray(len(entry.refs))
         for i, (ref, slot, before) in enumerate(zip(entry.refs, entry.slots, entry.sources, strict=True)):
             if self.content[Tier.HOST, ref.component, slot] != before:
                 raise InvariantViolation(f"store: {ref.component.name} slot {slot} changed while it was read")
-            if failed or self._rng.random() < self._faults.put_refused:
+            if i >= limit or self._rng.random() < self._faults.put_refused:
                 break
             storage[ref] = before
             flags[i] = 1
@@ -176,6 +221,9 @@ class LedgerExecutor(Executor):
         if self._rng.random() < self._faults.object_lost:
             storage.pop(ref, None)
         found = storage.get(ref)
+        if found is not None and self._rng.random() < self._faults.object_short:
+            del storage[ref]
+            found = None
         self.content[Tier.HOST, ref.component, slot] = POISON if found is None else found
         entry.arrived += 1
 
@@ -197,24 +245,56 @@ class LedgerExecutor(Executor):
 
     def poll(self) -> list[Done]:
         for job, entry in list(self._jobs.items()):
+            if entry.due > self._clock.now():
+                continue
             if entry.done.kind is JobKind.FETCH and not entry.cancelled and entry.arrived < len(entry.refs):
-                self._read_one(entry, self.storage or {})
+                self._read_one(entry, {} if self.storage is None else self.storage)
             if self._rng.random() < 0.4:
                 self.finish(job)
         ended, self._ended = self._ended, []
         return ended
 
     def wait(self, timeout_s: float) -> bool:
+        until = self._clock.now() + max(0.0, timeout_s)
         if not self._ended and self._jobs:
-            self.finish(self._rng.choice(list(self._jobs)))
+            self._clock.advance_to(min(until, min(entry.due for entry in self._jobs.values())))
+            ready = [job for job, entry in self._jobs.items() if entry.due <= self._clock.now()]
+            if ready:
+                self.finish(self._rng.choice(ready))
         if self._ended:
             self._clock.advance(0.001)
             return True
-        self._clock.advance(max(0.0, timeout_s))
+        self._clock.advance_to(until)
         return False
 
     def close(self) -> None:
         return
+
+
+class ScriptedLedger(LedgerExecutor):
+    """A ledger in which nothing ends by itself: the test says which job ends next, and how."""
+
+    def __init__(self, clock: ManualClock, *, storage: bool) -> None:
+        super().__init__(clock, random.Random(0), storage=storage, faults=Faults())
+
+    def read(self, job: JobId, count: int) -> None:
+        """Let a FETCH read its next `count` objects."""
+        entry = self._jobs[job]
+        for _ in range(count):
+            self._read_one(entry, {} if self.storage is None else self.storage)
+
+    def refs(self, job: JobId) -> Sequence[ObjectRef]:
+        """Return what a storage job names."""
+        return self._jobs[job].refs
+
+    def poll(self) -> list[Done]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self._ended:
+            self._clock.advance(max(0.0, timeout_s))
+        return bool(self._ended)
 
 
 class LedgerRunner:

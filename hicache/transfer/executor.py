@@ -167,6 +167,10 @@ class TransferExecutor(Executor):
             flags = storage.arrived(job)
             if flags is not None:
                 return flags
+        with self._lock:  # begun when nothing was attached any more: it has ended without a store
+            for done in self._ended:
+                if done.job == job:
+                    return done.flags
         raise ValueError(f"job {job} is no storage job in flight")
 
     def cancel(self, job: JobId) -> None:

@@ -1,0 +1,274 @@
+"""Random histories of a whole cache from one seed: requests, transfers, faults, aborts, flushes, detaches.
+
+Time is virtual and every page carries its identity (testing.ledger), so a history replays exactly from
+its seed, and a foreign page, a leak, a hang or a broken law ends it.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hicache.build import TierSizes, build_cache
+from hicache.cache import HiCache
+from hicache.clock import ManualClock
+from hicache.config.cache import CacheConfig, StateCheckpoints
+from hicache.engine.scheduler import FinalToken, Scheduler
+from hicache.errors import InvariantViolation
+from hicache.keys import page_hashes
+from hicache.request import Request
+from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
+from hicache.testing.ledger import Faults, Identity, LedgerExecutor, LedgerRunner, identity, make_request
+from hicache.transfer.base import ObjectRef
+from hicache.types import Component, PrefetchPolicy, Tier, WritePolicy
+
+FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
+SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
+SCOPES = [b"", b"", b"s" * 32]
+TIMEOUT_MAX = 0.05  # s
+FAULTS = [
+    Faults(),
+    Faults(slow=0.3, slow_s=0.2),
+    Faults(store_fails=0.1, object_lost=0.1, put_refused=0.05),
+    Faults(object_short=0.1, copy_fails=0.05, put_refused=0.1, slow=0.1, slow_s=1.0),
+    Faults(store_fails=0.3, copy_fails=0.2, slow=0.5, slow_s=10.0),
+]
+
+
+def tiny_spec(kinds: Sequence[Component], page_size: int, window: int) -> ModelSpec:
+    """A model whose pages hold nothing but their identity."""
+    components = [
+        ComponentSpec(
+            component,
+            (PoolSpec(component.name.lower(), 1, (1,), "uint8", 1 if component is MAMBA else page_size),),
+            window=window if component is SWA else 0,
+        )
+        for component in kinds
+    ]
+    return ModelSpec("tiny", page_size, tuple(components), weight_version="1")
+
+
+@dataclass
+class World:
+    """One cache, its scheduler and everything random about them."""
+
+    seed: int
+    rng: random.Random
+    clock: ManualClock
+    cache: HiCache
+    executor: LedgerExecutor
+    faults: Faults
+    scheduler: Scheduler = field(init=False)
+    prompts: list[array[int]] = field(default_factory=list)
+    live: dict[str, Request] = field(default_factory=dict)
+    seen: list[Request] = field(default_factory=list)
+    finished: int = 0
+    aborted: int = 0
+    storage_lost: bool = False
+    detached: dict[ObjectRef, Identity] | None = None  # what the detached storage holds
+    held_back: dict[Request, float] = field(default_factory=dict)  # since when ready() has said no
+
+    def end(self, request: Request) -> None:
+        """A request has finished: its prompt is accounted for, tier by tier."""
+        self.finished += 1
+        del self.live[request.rid]
+        counts = request.cached
+        tiers = (counts.device, counts.host, counts.storage, counts.computed)
+        if min(tiers) < 0 or sum(tiers) < request.prompt_length:
+            raise InvariantViolation(f"{request.rid}: {tiers} tokens of a prompt of {request.prompt_length}")
+
+
+def make_world(seed: int) -> World:
+    """Draw a world: components, sizes, policies, faults."""
+    rng = random.Random(seed)
+    kinds = rng.choice(SETS)
+    page = rng.choice([1, 2, 4])
+    chunk = page * rng.choice([2, 4, 8])
+    window = rng.choice([1, page, 2 * page + 1, 3 * page])
+    spec = tiny_spec(kinds, page, window)
+    swa_need = spec.window_pages + max(chunk, 8 * page) // page + 1
+    device = {
+        FULL: rng.choice([24, 40]),
+        SWA: swa_need + rng.choice([0, 1, 8, 20]),
+        MAMBA: rng.choice([2, 3, 6, 12]),
+    }
+    host = {FULL: rng.choice([8, 30, 60]), SWA: rng.choice([2, 8, 30]), MAMBA: rng.choice([1, 2, 8])}
+    tiers = rng.choice(["l1", "l1+l2", "l1+l2+l3", "l1+l2+l3", "l1+l2+l3"])
+    sizes = TierSizes({c: device[c] for c in kinds}, {} if tiers == "l1" else {c: host[c] for c in kinds})
+    config = CacheConfig(
+        hicache_write_policy=rng.choice(list(WritePolicy)),
+        hicache_storage_prefetch_policy=rng.choice(list(PrefetchPolicy)),
+        prefetch_threshold=rng.choice([1, 2 * page]),
+        prefetch_timeout_base=0.01,
+        prefetch_timeout_per_ki_token=0.01,
+        prefetch_timeout_max=TIMEOUT_MAX,
+        radix_eviction_policy=rng.choice(["lru", "lfu", "slru", "priority", "fifo", "mru", "filo", "tlru"]),
+        chunked_prefill_size=chunk,
+        mamba_track_interval=8 * page,
+        mamba_prefill_checkpoints=rng.choice(list(StateCheckpoints)),
+        store_host_share=rng.choice([0.1, 0.25, 0.5]),
+    )
+    clock, faults = ManualClock(), rng.choice(FAULTS)
+    executor = LedgerExecutor(clock, rng, storage=tiers == "l1+l2+l3", faults=faults)
+    world = World(seed, rng, clock, build_cache(spec, sizes, config, executor, clock), executor, faults)
+    world.scheduler = Scheduler(
+        world.cache,
+        LedgerRunner(spec, executor, clock, vocabulary=3),
+        max_running_requests=rng.choice([1, 3, 6]),
+        final_token=rng.choice(list(FinalToken)),
+        on_finish=world.end,
+    )
+    return world
+
+
+def next_prompt(world: World) -> array[int]:
+    """A new prompt, a known one again, an extension, or a branch off one."""
+    rng = world.rng
+    base = array("I", rng.choice(world.prompts)) if world.prompts and rng.random() < 0.8 else array("I")
+    base = base[: rng.randint(0, len(base))] if rng.random() < 0.5 else base
+    base.extend(rng.randrange(3) for _ in range(rng.randint(1, 20)))
+    base = base[: world.cache.max_request_tokens - 12]
+    world.prompts = [*world.prompts[-12:], base]
+    return base
+
+
+def act(world: World) -> None:
+    """One action, drawn at random."""
+    rng, scheduler = world.rng, world.scheduler
+    action = rng.random()
+    if action < 0.25:
+        if scheduler.num_waiting < 6:
+            _submit(world)
+    elif action < 0.28:
+        if world.live:
+            _abort(world)
+    elif action < 0.29:
+        scheduler.flush()
+    elif action < 0.30:
+        world.cache.flush()  # with anything in flight
+    elif action < 0.31:
+        world.cache.release_queued()
+    elif action < 0.34:
+        _trouble_storage(world)
+    elif not scheduler.step():
+        scheduler.wait(rng.choice([0.01, 0.1]))
+
+
+def _submit(world: World) -> None:
+    """Queue a request; its id may be one that has been there before."""
+    rng = world.rng
+    rid = f"r{rng.randrange(40)}"
+    if rid in world.live:
+        return
+    new = make_request(rid, next_prompt(world), rng.randint(1, 12), scope=rng.choice(SCOPES))
+    new.priority = rng.randrange(3)
+    world.scheduler.submit(new)
+    world.live[rid] = new
+    world.seen.append(new)
+
+
+def _abort(world: World) -> None:
+    rid = world.rng.choice(list(world.live))
+    if not world.scheduler.abort(rid):
+        raise InvariantViolation(f"{rid} is neither queued nor running, and has not ended")
+    del world.live[rid]
+    world.aborted += 1
+
+
+def _trouble_storage(world: World) -> None:
+    """Storage loses objects, restarts empty, is detached, or is attached again."""
+    rng, executor = world.rng, world.executor
+    trouble = rng.choice(["lose", "lose", "restart", "detach", "attach", "attach"])
+    if trouble == "attach" and world.detached is not None:
+        executor.attach(world.detached)
+        world.detached = None
+    if executor.storage is None:
+        return
+    if trouble == "detach":
+        world.detached = executor.storage
+        executor.detach()
+    elif trouble == "restart":
+        world.storage_lost = True
+        executor.lose_storage()
+    elif trouble == "lose":
+        world.storage_lost = True
+        for ref in list(executor.storage)[:: rng.randint(1, 5)]:
+            del executor.storage[ref]
+
+
+def check_waits(world: World) -> None:
+    """Nobody is held back for longer than the policy's bound (law 9)."""
+    config, now = world.cache.config, world.clock.now()
+    bound = {
+        PrefetchPolicy.BEST_EFFORT: 0.0,
+        PrefetchPolicy.TIMEOUT: TIMEOUT_MAX,
+    }.get(config.hicache_storage_prefetch_policy)
+    for rid, request in world.live.items():
+        if bound is None or request.lease is not None or world.cache.ready(request):
+            world.held_back.pop(request, None)
+            continue
+        since = world.held_back.setdefault(request, now)
+        if now - since > bound + 1e-9:
+            raise InvariantViolation(f"{rid} has been held back for {now - since} s, the bound is {bound} s")
+    for request in [r for r in world.held_back if world.live.get(r.rid) is not r]:
+        del world.held_back[request]
+
+
+def check_storage(world: World) -> None:
+    """Every object is what its name says; without faults, nothing is stored without its ancestors."""
+    page = world.cache.spec.page_size
+    truth: dict[ObjectRef, Identity] = {}
+    parents: dict[bytes, bytes] = {}
+    for request in world.seen:
+        hashes = page_hashes(request.scope, request.tokens, page)
+        for i, page_hash in enumerate(hashes):
+            what = identity(request, (i + 1) * page)
+            truth.update({ObjectRef(component, page_hash): what for component in Component})
+            if i:
+                parents[page_hash] = hashes[i - 1]
+    held = world.executor.storage or {}
+    for ref, what in held.items():
+        if truth.get(ref) != what:
+            raise InvariantViolation(f"object {ref} holds {what}, not {truth.get(ref)}")
+        parent = parents.get(ref.page_hash) if ref.component is FULL else ref.page_hash
+        complete = not world.storage_lost and not world.faults.object_lost and not world.faults.object_short
+        whole = complete and not world.faults.put_refused and not world.faults.store_fails
+        if whole and parent is not None and ObjectRef(FULL, parent) not in held:
+            raise InvariantViolation(f"object {ref} is stored without its ancestors")
+
+
+def check_quiet(world: World) -> None:
+    """Nothing is in flight, locked, or remembered; everything can be dropped."""
+    cache = world.cache
+    cache.check_integrity()
+    if world.finished + world.aborted != len(world.seen) or world.live:
+        raise InvariantViolation(f"{len(world.seen)} requests, {world.finished} finished")
+    stats = cache.stats
+    remembered = cache.remembered()
+    if cache.in_flight or any(remembered.values()):
+        raise InvariantViolation(f"{cache.in_flight} jobs in flight; remembered: {remembered}")
+    if min(stats.prompt_tokens, stats.device_tokens, stats.host_tokens, stats.storage_tokens) < 0:
+        raise InvariantViolation(f"negative counts: {stats}")
+    check_storage(world)
+    if not cache.flush():
+        raise InvariantViolation("a quiet cache could not be dropped")
+    for tier, component in cache.pools.kinds:
+        if cache.pools[tier, component].num_taken or cache.tree.evictable(tier, component):
+            raise InvariantViolation(f"{tier.name} {component.name}: not empty after a flush")
+    if cache.tree.resident(Tier.DEVICE, FULL):
+        raise InvariantViolation("pages in a flushed tree")
+
+
+def run(world: World, steps: int) -> None:
+    """Act `steps` times, checking every law after each; then come to rest, and check that nothing is left."""
+    for _ in range(steps):
+        act(world)
+        world.cache.check_integrity()
+        if world.rng.random() < 0.2:
+            check_waits(world)
+    world.scheduler.run_until_idle(stall_s=1e3)
+    if not world.cache.settle(1e3):
+        raise InvariantViolation("transfers did not end")
+    check_quiet(world)
