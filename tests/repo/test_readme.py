@@ -23,6 +23,8 @@ def _code_lines(document: Path) -> list[str]:
 
 def _commands() -> list[str]:
     lines = [line for document in DOCUMENTS for line in _code_lines(document)]
+    recipes = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    lines += re.findall(r"^\t@\$\(BIN\)/(hicache .*)$", recipes, re.MULTILINE)
     inline = [c for d in DOCUMENTS for c in re.findall(r"`(hicache [^`\n]+)`", d.read_text())]
     return sorted({line for line in lines + inline if line.startswith("hicache ")})
 
