@@ -17,8 +17,8 @@ INPUTS := pyproject.toml constraints.txt $(VENV)/.made
 # One wheel of Mooncake per kind of machine, one API.
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 
-.PHONY: help demo test test-thorough test-gpu check format lint types imports deploy-lint bench proto proto-check \
-        clean venv dev
+.PHONY: help demo test test-thorough test-gpu test-sglang check format lint types imports deploy-lint bench proto \
+        proto-check clean venv dev sglang-venv
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ help:  ## This list
 demo: $(VENV)/.demo  ## Two replicas share one L3 daemon, on real traffic; and the hit-rate cliff
 	@$(BIN)/python -m hicache.bench.demo
 
-test: $(VENV)/.test  ## Every test but the long and the GPU-only ones
+test: $(VENV)/.test .venv-sglang-wheel/.made  ## Every test but the long and the GPU-only ones
 	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m "not thorough" $(PYTEST_ARGS)
 
 check: lint types imports deploy-lint proto-check test  ## All that must hold before a merge
@@ -74,8 +74,14 @@ test-thorough: $(VENV)/.test  ## The long versions: full products, long random h
 test-gpu: $(VENV)/.test  ## Only what needs a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu -rs tests/gpu $(PYTEST_ARGS)
 
+sglang-venv: .venv-sglang/.made  ## Only set up .venv-sglang: the real SGLang on a CPU (2.6 GB)
+
+test-sglang: .venv-sglang/.made  ## The real SGLang on a CPU with our L3: tree and controller, then servers (minutes)
+	@.venv-sglang/bin/python -m pytest -q -rs -p no:cacheprovider --timeout 900 tests/sglang $(PYTEST_ARGS)
+
 clean:  ## Remove everything that targets made, .venv included
-	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-sglang .venv-sglang-wheel build dist out *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 # --- set-up; a stamp in .venv for each stage ---------------------------------------------------------------------
 
@@ -105,6 +111,15 @@ $(VENV)/.test: $(VENV)/.demo deploy/install-test-services.sh
 $(VENV)/.dev: $(VENV)/.demo
 	@echo "installing linters"
 	@$(PIP_INSTALL) -e '.[torch,bench,testing,dev]'
+	@touch $@
+
+# Only the interface of SGLang, for tests without its server; without a network those are skipped and say so.
+.venv-sglang-wheel/.made: $(VENV)/.test hicache/integrations/sglang/__init__.py
+	@$(BIN)/python -m hicache.testing.sglang_wheel $(@D) && touch $@ || echo "no SGLang wheel; its tests are skipped"
+
+.venv-sglang/.made: pyproject.toml tests/sglang/requirements.txt tests/sglang/install_sglang.sh
+	@test -x $(@D)/bin/python || { echo "setting up $(@D) (once; minutes)"; $(PYTHON) -m venv $(@D); }
+	@PYTHON=$(@D)/bin/python bash tests/sglang/install_sglang.sh
 	@touch $@
 
 # A tree of links laid out as installed, for tools that read files: tiers/ and storage_backends/ get their names.

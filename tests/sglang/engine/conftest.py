@@ -1,0 +1,19 @@
+"""The real SGLang, where it is installed; see `make test-sglang`."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+try:
+    _INSTALLED = metadata.version("sglang")
+except metadata.PackageNotFoundError:
+    _INSTALLED = ""
+
+
+@pytest.fixture(autouse=True)
+def _real_engine() -> None:
+    """Skip without SGLang."""
+    if not _INSTALLED:
+        pytest.skip("SGLang is not installed here; `make test-sglang` has its own environment")
