@@ -64,6 +64,14 @@ class _Checkpoints(Sequence[int]):
         return list(reversed(list(reversed(self))))[index]
 
 
+class TreeMatch(Match):
+    """The core's match: it remembers the nodes that it came by."""
+
+    __slots__ = ("path",)
+
+    path: Sequence[Node]
+
+
 def match(f: Forest, scope: bytes, tokens: TokenBuffer, limit: int) -> Match:
     """Walk down as long as tokens agree; a node may be left in its middle."""
     view = byte_view(tokens)
@@ -71,7 +79,8 @@ def match(f: Forest, scope: bytes, tokens: TokenBuffer, limit: int) -> Match:
     pages = min(limit // f.page_size, view.nbytes // step)
     if pages < 0:
         raise ValueError(f"limit {limit} must not be negative")
-    found = Match()
+    found = TreeMatch()
+    found.path = ()
     found.scope = scope
     found.limit = pages
     found.branch = ()
@@ -83,6 +92,7 @@ def match(f: Forest, scope: bytes, tokens: TokenBuffer, limit: int) -> Match:
     path, full, device = _walk(f, node, view, pages)
     if path:
         found.node = path[-1]
+        found.path = path
     found.full = full
     found.full_device = device
     if not (f.swa or f.mamba):
@@ -180,14 +190,17 @@ def check_boundary(at: Match | Lease, boundary: int) -> None:
 def slots(f: Forest, at: Match | Lease, boundary: int) -> PathSlots:
     """Gather the slots of a path."""
     check_boundary(at, boundary)
-    path = path_to(at.node, boundary)
-    full_device: Slots = array("i")
+    path: Sequence[Node]
+    if isinstance(at, TreeMatch) and at.path and at.path[-1].start < boundary:
+        path = at.path
+    else:
+        path = path_to(at.node, boundary)
+    if len(path) == 1:
+        full_device = path[0].device[:boundary]
+    else:
+        full_device = array("i", b"".join([node.device for node in path]))
+        del full_device[boundary:]
     full_host: Slots = array("i")
-    for node in path:
-        if node.end > boundary:
-            full_device += node.device[: boundary - node.start]
-        else:
-            full_device += node.device
     if len(full_device) < boundary:
         full_host = _host_slots(path, len(full_device), boundary)
     found = PathSlots(boundary, full_device, full_host)
@@ -201,7 +214,7 @@ def slots(f: Forest, at: Match | Lease, boundary: int) -> PathSlots:
     return found
 
 
-def _host_slots(path: list[Node], start: int, end: int) -> Slots:
+def _host_slots(path: Sequence[Node], start: int, end: int) -> Slots:
     out: Slots = array("i")
     for node in path:
         if node.end > start:
@@ -210,7 +223,7 @@ def _host_slots(path: list[Node], start: int, end: int) -> Slots:
     return out
 
 
-def _window_slots(path: list[Node], start: int, end: int) -> tuple[Slots, Slots]:
+def _window_slots(path: Sequence[Node], start: int, end: int) -> tuple[Slots, Slots]:
     device: Slots = array("i")
     host: Slots = array("i")
     for node in path[_first_reaching(path, start) :]:
@@ -222,7 +235,7 @@ def _window_slots(path: list[Node], start: int, end: int) -> tuple[Slots, Slots]
     return device, host
 
 
-def _first_reaching(path: list[Node], start: int) -> int:
+def _first_reaching(path: Sequence[Node], start: int) -> int:
     i = len(path)
     while i > 0 and path[i - 1].end > start:
         i -= 1

@@ -76,7 +76,7 @@ def _trim_device(f: Forest, node: Node, count: int, out: Evicted) -> int:
     if keeper is not None:
         f.full[0].withdraw(node)
         keeper.parked.append(node)
-    else:
+    elif node.entries[0] is None:
         f.full[0].offer(node)
     return end - at
 
