@@ -11,7 +11,7 @@ import enum
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, repeat
 
 from hicache import boundary
 from hicache.cache.jobs import Jobs
@@ -29,6 +29,7 @@ from hicache.types import NO_SLOT, TOKEN_BYTES, Component, PrefetchPolicy, Slots
 # Reasons why a prefetch brought nothing that may be different once the host has lost pages.
 _NOTHING_TO_FETCH = frozenset({"not_stored", "below_threshold"})
 _MAX_LOOKS = 4
+_make_ref = tuple.__new__  # a prompt names thousands of objects: NamedTuple's own constructor is slow
 
 
 class _Phase(enum.Enum):
@@ -80,12 +81,12 @@ class _Prefetch:
 
     def refs(self) -> list[ObjectRef]:
         """Names of all objects; a state is named by the page it ends."""
-        hashes = self.hashes
-        return [
-            ObjectRef(part.component, hashes[p - (part.component is Component.MAMBA)])
-            for part in self.parts
-            for p in part.positions
-        ]
+        refs: list[ObjectRef] = []
+        for part in self.parts:
+            behind = part.component is Component.MAMBA
+            names = zip(repeat(part.component), (self.hashes[p - behind] for p in part.positions))
+            refs += map(_make_ref, repeat(ObjectRef), names)
+        return refs
 
 
 @dataclass(slots=True)
@@ -173,7 +174,7 @@ class Prefetcher:
                 return True
         assert prefetch.blocked_since is not None
         if prefetch.phase is _Phase.FETCHING:
-            arrived = sum(self._executor.arrived(prefetch.job))
+            arrived = self._executor.arrived(prefetch.job).count(1)
             if arrived > prefetch.arrived:
                 prefetch.arrived, prefetch.progress_at = arrived, now
         verdict = self._rule.decide(

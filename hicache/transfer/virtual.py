@@ -45,6 +45,16 @@ class VirtualStorage:
         self._objects.move_to_end(ref)
         return True
 
+    def present(self, refs: Sequence[ObjectRef]) -> bytes:
+        """Look up and refresh many: one byte per name, 1 if it is there."""
+        objects, refresh = self._objects, self._objects.move_to_end
+        flags = bytearray(len(refs))
+        for i, ref in enumerate(refs):
+            if ref in objects:
+                refresh(ref)
+                flags[i] = 1
+        return bytes(flags)
+
     def put(self, ref: ObjectRef, size: int) -> bool:
         """Store, evicting the least recently used; False if it can never fit."""
         if self.has(ref):
@@ -199,8 +209,7 @@ class VirtualExecutor(Executor):
         return sum(self._page_bytes[m.component] * len(m.sources) for m in moves)
 
     def _present(self, refs: Sequence[ObjectRef]) -> bytes:
-        has = self._require().has
-        return bytes(has(ref) for ref in refs)
+        return self._require().present(refs)
 
     def _require(self) -> VirtualStorage:
         if self._storage is None:
