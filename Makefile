@@ -119,7 +119,7 @@ $(VENV)/.dev: $(VENV)/.demo
 
 .venv-sglang/.made: pyproject.toml tests/sglang/requirements.txt tests/sglang/install_sglang.sh
 	@test -x $(@D)/bin/python || { echo "setting up $(@D) (once; minutes)"; $(PYTHON) -m venv $(@D); }
-	@PYTHON=$(@D)/bin/python bash tests/sglang/install_sglang.sh
+	@PYTHON=$(CURDIR)/$(@D)/bin/python bash tests/sglang/install_sglang.sh
 	@touch $@
 
 # A tree of links laid out as installed, for tools that read files: tiers/ and storage_backends/ get their names.

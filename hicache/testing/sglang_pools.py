@@ -72,9 +72,7 @@ class MHATokenToKVPoolHost(_PagedPool):
     ) -> None:
         self.layout, self.page_size, self.dtype = layout, page_size, dtype
         self.end_layer = layers
-        self.kv_buffer = torch.zeros(
-            (2, *_dims(layout, layers, pages, page_size, (heads, dim))), dtype=dtype
-        )
+        self.kv_buffer = torch.zeros((2, *_dims(layout, layers, pages, page_size, (heads, dim))), dtype=dtype)
         self.k_buffer, self.v_buffer = self.kv_buffer[0], self.kv_buffer[1]
         self.arrays = (self.k_buffer, self.v_buffer)
 
