@@ -65,7 +65,7 @@ class HiCache:
         self.rules = TreeRules(spec.page_size, spec.kinds, spec.window_pages)
         self.stats = CacheStats()
         write_back = config.hicache_write_policy.value == "write_back"
-        copies = Copies.FIRST if write_back else Copies.KEPT
+        copies = Copies.LAST if write_back else Copies.KEPT
         self.pools = PagePools(tree, device, host, self.stats, copies=copies)
         self._check_capacities(device)
         self._jobs = Jobs()

@@ -22,7 +22,6 @@ class Copies(enum.Enum):
 
     KEPT = "kept"  # out of reach
     LAST = "last"  # taken when nothing else is left
-    FIRST = "first"  # taken before pages that are on the host only
 
 
 class PagePools:
@@ -34,7 +33,7 @@ class PagePools:
     def __init__(
         self, tree: TreeCore, device: Capacities, host: Capacities, stats: CacheStats, *, copies: Copies
     ) -> None:
-        """`copies` is what holds where a caller does not say otherwise; FIRST holds always."""
+        """`copies` is what holds where a caller does not say LAST."""
         self._tree = tree
         self._stats = stats
         self._copies = copies
@@ -96,27 +95,19 @@ class PagePools:
     def _mode(self, tier: Tier, component: Component, copies: Copies) -> Copies:
         if tier is not Tier.HOST or component is not Component.FULL:
             return Copies.KEPT
-        return Copies.FIRST if self._copies is Copies.FIRST else copies
+        return Copies.LAST if self._copies is Copies.LAST else copies
 
     def _evictable(self, tier: Tier, component: Component, mode: Copies) -> int:
         count = self._tree.evictable(tier, component)
         return count if mode is Copies.KEPT else count + self._tree.reclaimable()
 
     def _evict(self, tier: Tier, component: Component, count: int, mode: Copies) -> None:
-        if mode is Copies.FIRST:
-            count -= self._reclaim(count)
-        if count > 0:
-            evicted = self._tree.evict(tier, component, count)
-            self.free_all(evicted.freed)
-            count -= len(evicted.freed.get((tier, component), ()))
-            self._stats.demoted_pages += evicted.demoted
-            self._stats.lost_pages += evicted.lost
-            for (where, what), slots in evicted.freed.items():
-                self._stats.evicted_pages[f"{where.name.lower()}.{what.name.lower()}"] += len(slots)
+        evicted = self._tree.evict(tier, component, count)
+        self.free_all(evicted.freed)
+        count -= len(evicted.freed.get((tier, component), ()))
+        self._stats.demoted_pages += evicted.demoted
+        self._stats.lost_pages += evicted.lost
+        for (where, what), slots in evicted.freed.items():
+            self._stats.evicted_pages[f"{where.name.lower()}.{what.name.lower()}"] += len(slots)
         if count > 0 and mode is Copies.LAST:
-            self._reclaim(count)
-
-    def _reclaim(self, count: int) -> int:
-        copies = self._tree.reclaim_duplicates(count)
-        self.free(Tier.HOST, Component.FULL, copies)
-        return len(copies)
+            self.free(tier, component, self._tree.reclaim_duplicates(count))

@@ -90,7 +90,8 @@ class WriteDown:
         self._reserve_due = True
         if self._has_host and self._hits is not None:
             path = _Path(request.scope, request.tokens, lease.depth)
-            self._write_to_host(lease, self._hits, path=path, store_hits=self._hits)
+            if not self._write_to_host(lease, self._hits, path=path, store_hits=self._hits):
+                self._store(lease, self._hits, attempt=1, path=path)  # what storage did not take before
 
     def catch_up(self) -> None:
         """Transfers have ended: write what had to wait for room, oldest first, as long as there is some."""
@@ -185,17 +186,20 @@ class WriteDown:
 
     def _write_to_host(
         self, lease: Lease, min_hits: int, *, path: _Path | None = None, store_hits: int | None = None
-    ) -> None:
-        """Begin writing what the host lacks of a path; store it afterwards from `store_hits` hits on."""
+    ) -> bool:
+        """Begin writing what the host lacks of a path; store it afterwards from `store_hits` hits on.
+
+        Returns whether it lacked anything.
+        """
         plan = self._tree.plan_write(lease, Tier.HOST, min_hits=min_hits)
         if not plan.count:
-            return
+            return False
         write_lease = self._tree.begin_write(lease, plan)
         targets = self._host_slots(plan)
         if targets is None:
             self._tree.end_write(write_lease, plan, {c: _nothing(len(p)) for c, p in plan.pages.items()})
             self._owe_host(path)
-            return
+            return True
         if sum(map(len, targets.values())) < plan.count:
             self._owe_host(path)
         moves, outcome = [], {}
@@ -207,6 +211,7 @@ class WriteDown:
         job = self._jobs.open(JobKind.WRITE, self._host_written)
         self._writes[job] = _HostWrite(write_lease, plan, outcome, path, store_hits)
         self._executor.start_write(job, moves)
+        return True
 
     def _host_slots(self, plan: WritePlan) -> dict[Component, Slots] | None:
         """Host pages for a plan: as much of FULL as fits, root first; SWA and states only in whole."""

@@ -249,16 +249,20 @@ class LedgerExecutor(Executor):
                 continue
             if entry.done.kind is JobKind.FETCH and not entry.cancelled and entry.arrived < len(entry.refs):
                 self._read_one(entry, {} if self.storage is None else self.storage)
-            if self._rng.random() < 0.4:
+            if self._rng.random() < 0.4 and self._next(entry):
                 self.finish(job)
         ended, self._ended = self._ended, []
         return ended
 
+    def _next(self, entry: _Job) -> bool:
+        """True unless it is a STORE behind another one: there is one writer."""
+        return entry.done.kind is not JobKind.STORE or self.open_jobs(JobKind.STORE)[0] == entry.done.job
+
     def wait(self, timeout_s: float) -> bool:
         until = self._clock.now() + max(0.0, timeout_s)
         if not self._ended and self._jobs:
-            self._clock.advance_to(min(until, min(entry.due for entry in self._jobs.values())))
-            ready = [job for job, entry in self._jobs.items() if entry.due <= self._clock.now()]
+            self._clock.advance_to(min(until, min(e.due for e in self._jobs.values() if self._next(e))))
+            ready = [j for j, e in self._jobs.items() if e.due <= self._clock.now() and self._next(e)]
             if ready:
                 self.finish(self._rng.choice(ready))
         if self._ended:
