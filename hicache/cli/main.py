@@ -16,6 +16,7 @@ _COMMANDS = {
     "launch-server": ("hicache.cli.launch_server:launch_server", "Serve the reference engine over HTTP."),
     "bench": ("hicache.cli.bench:bench", "Measure: multi-turn, overlap, tree."),
     "replay": ("hicache.cli.replay:replay", "Replay a recorded trace against given tier sizes."),
+    "sglang-flags": ("hicache.cli.sglang_flags:sglang_flags", "The command that starts SGLang with our L3."),
     "hit-rate": ("hicache.cli.hit_rate:hit_rate", "Hit rate per round from logs or a server's metrics."),
 }
 

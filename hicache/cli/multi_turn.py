@@ -78,7 +78,8 @@ _SYSTEM_FLAGS = (
     click.option("--prefill-tokens-per-s", type=float),
     click.option("--decode-tokens-per-s", type=float, help="Over all running requests."),
     click.option("--host-bytes-per-s", type=float, help="Between L1 and L2, each way."),
-    click.option("--storage-bytes-per-s", type=float, help="Between L2 and L3, each way."),
+    click.option("--storage-load-bytes-per-s", type=float, help="From L3 to L2."),
+    click.option("--storage-store-bytes-per-s", type=float, help="From L2 to L3."),
 )
 
 
@@ -188,7 +189,7 @@ def multi_turn(
         with click.open_file(str(json_path), "w") as out:
             out.write(json.dumps(_as_json(plan, runs), indent=1) + "\n")
     if plot_path is not None:
-        _plotting()(plot_path, f"{workload.name}: hit rate per round ({plan.engine})", runs, published)
+        _plotting()(plot_path, f"{workload.name}: hit rate per round{" (virtual time)" if plan.engine == "virtual" else ""}", runs, published)
         click.echo(f"picture: {plot_path}", err=True)
 
 

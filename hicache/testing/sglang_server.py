@@ -29,12 +29,13 @@ _MAKE_MODEL = """
 import sys, torch, transformers
 kind, folder = sys.argv[1:]
 torch.manual_seed(3)
-common = dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
-              head_dim=32, max_position_embeddings=8192, torch_dtype="bfloat16")
+common = dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=32,
+              num_key_value_heads=2, max_position_embeddings=8192, torch_dtype="bfloat16")
 if kind == "gemma4":
-    config = transformers.Gemma4TextConfig(num_hidden_layers=6, sliding_window=128, num_global_key_value_heads=2,
-        global_head_dim=32, hidden_size_per_layer_input=0, vocab_size_per_layer_input=512, num_kv_shared_layers=0,
-        layer_types=["sliding_attention"] * 5 + ["full_attention"], **common)
+    windows = dict(layer_types=["sliding_attention"] * 5 + ["full_attention"], sliding_window=128)
+    others = dict(num_global_key_value_heads=2, global_head_dim=32, num_kv_shared_layers=0)
+    others |= dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=512)
+    config = transformers.Gemma4TextConfig(num_hidden_layers=6, **windows, **others, **common)
     model = transformers.Gemma4ForCausalLM(config)
 else:
     config, model = {"llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

@@ -3,8 +3,9 @@
     python drive_tree.py ROLE CORE COMPONENTS INTERFACE LAYOUT ADDRESS
 
 ROLE: alone (compute, store, read back, clear), writer (the same without clear) or reader (read what a writer
-stored); CORE: python or rust; COMPONENTS: full or full+swa; INTERFACE: 0 (copying calls) or 1 (zero copy); LAYOUT of
-the host pools; ADDRESS of a `hicache serve`. What it prints: tokens found per tier, and whether bytes agree.
+stored); CORE: python or rust; COMPONENTS: full or full+swa; INTERFACE: 0 (copying calls) or 1 (zero copy);
+LAYOUT of the host pools; ADDRESS of a `hicache serve`. What it prints: tokens found per tier, and whether
+bytes agree.
 """
 
 from __future__ import annotations

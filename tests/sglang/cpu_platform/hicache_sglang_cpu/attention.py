@@ -9,7 +9,7 @@ from typing import Any
 
 
 def install() -> None:
-    """Let models that refuse torch_native by name have it as `triton`, and make it read window pools rightly."""
+    """Let models that refuse torch_native have it as `triton`, and make it read window pools rightly."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -19,7 +19,7 @@ def install() -> None:
 
 
 def _in_window_slots(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather a window layer at the slots of the window pool, where it was written, not at those of the full pool."""
+    """Gather a window layer at the slots of its own pool, where it was written, not of the full one."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
