@@ -1,0 +1,87 @@
+"""What `hicache sglang-flags` says of flags against what SGLang's own argument resolution does with them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hicache.integrations.sglang.launch import Effect, Replica, plan, read_flags
+
+_RESOLVE = """
+import json, sys
+from sglang.srt.arg_groups.hicache_hook import handle_hicache
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.server_args import ServerArgs
+answers = []
+for fields in json.loads(sys.argv[1]):
+    try:
+        arguments = ServerArgs(model_path="dummy", device="cpu", **fields)
+        handle_hicache(arguments)
+        view = resolving_view(arguments)
+        answers.append({name: getattr(view, name) for name in fields})
+    except (ValueError, NotImplementedError) as error:
+        answers.append(str(error))
+print(json.dumps(answers))
+"""
+
+SETTINGS = [
+    "",
+    "--hicache-io-backend kernel",
+    "--hicache-mem-layout page_first",
+    "--hicache-mem-layout page_first --hicache-io-backend kernel",
+    "--hicache-mem-layout layer_first",
+    "--hicache-mem-layout page_head --hicache-io-backend kernel",
+    "--hicache-host-memory-mode buffer_only --hicache-write-policy write_back",
+    "--enable-unified-memory",
+    "--enable-unified-cache-external-linker",
+]
+_READ = (
+    *("hicache-mem-layout", "hicache-io-backend", "hicache-write-policy", "hicache-host-memory-mode"),
+    *("enable-unified-memory", "enable-unified-cache-external-linker"),
+)
+
+
+def asked(setting: str) -> dict[str, Any]:
+    """The fields of SGLang's arguments that the printed command sets."""
+    command = plan(Replica(model="m", weight_version="1", options={}, flags=setting.split())).command
+    flags = read_flags(command[5:])
+    fields: dict[str, Any] = {name.replace("-", "_"): flags[name] or True for name in _READ if name in flags}
+    return {
+        **fields,
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": "dynamic",
+        "hicache_ratio": 2.0,
+    }
+
+
+@pytest.fixture(scope="module")
+def resolved() -> list[Any]:
+    """SGLang's answer to every setting: the fields as it would use them, or why it refuses."""
+    fields = json.dumps([asked(setting) for setting in SETTINGS])
+    result = subprocess.run(
+        [sys.executable, "-c", _RESOLVE, fields], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    answers: list[Any] = json.loads(result.stdout.splitlines()[-1])
+    return answers
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_what_sglang_rewrites_and_refuses_is_said_and_nothing_else(resolved: list[Any], setting: str) -> None:
+    """A remark that a new SGLang made wrong sends operators after a problem they do not have."""
+    answer = resolved[SETTINGS.index(setting)]
+    notes = plan(Replica(model="m", weight_version="1", options={}, flags=setting.split())).notes
+    effects = {note.effect for note in notes} - {Effect.MEANS}
+    if isinstance(answer, str):
+        assert effects == {Effect.REFUSES}, answer
+        return
+    before = asked(setting)
+    changed = {name: value for name, value in answer.items() if value != before[name]}
+    assert effects == ({Effect.REWRITES} if changed else set()), changed
+    said = " ".join(note.text for note in notes)
+    for name, value in changed.items():
+        assert f"--{name.replace('_', '-')} {value}" in said
