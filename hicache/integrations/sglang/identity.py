@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from hicache.errors import SpecError
 from hicache.integrations.sglang.contract import Refused, StorageConfig
-from hicache.integrations.sglang.pages import PoolPages
 from hicache.integrations.sglang.settings import Settings
-from hicache.spec import ComponentSpec, ModelSpec
+from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
 from hicache.types import Component
 
 LEADS = {"kv": Component.FULL, "swa": Component.SWA, "mamba": Component.MAMBA}
@@ -31,6 +31,16 @@ _FOLLOW_KV = frozenset(
 )
 _FOLLOW_SWA = frozenset({"deepseek_v4_c4_state", "deepseek_v4_c4_indexer_state", "deepseek_v4_c128_state"})
 _DRAFTS = frozenset({"draft", "draft_swa"})
+
+
+class DescribedPool(Protocol):
+    """What the identity needs of a pool, on the host or on the device: one spec per part."""
+
+    @property
+    def specs(self) -> tuple[PoolSpec, ...]: ...
+
+    @property
+    def page_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class Identity:
 def freeze(
     config: StorageConfig,
     settings: Settings,
-    pools: Mapping[str, PoolPages],
+    pools: Mapping[str, DescribedPool],
     *,
     facts: Mapping[str, str],
     layers: tuple[int, int],
@@ -122,7 +132,7 @@ def _check_facts(config: StorageConfig, settings: Settings, model: str) -> None:
         raise Refused("decode context parallelism is not supported; serve with --dcp-size 1 for L3")
 
 
-def _group(pools: Mapping[str, PoolPages]) -> dict[Component, list[str]]:
+def _group(pools: Mapping[str, DescribedPool]) -> dict[Component, list[str]]:
     """Put each pool to its component, leads first, sidecars in the order of their names."""
     if "kv" not in pools:
         raise Refused("SGLang registered no KV pool")
@@ -142,7 +152,7 @@ def _group(pools: Mapping[str, PoolPages]) -> dict[Component, list[str]]:
     return grouped
 
 
-def _check_drafts(config: StorageConfig, pools: Mapping[str, PoolPages]) -> None:
+def _check_drafts(config: StorageConfig, pools: Mapping[str, DescribedPool]) -> None:
     """Draft heads are split over TP ranks: with one writer for all, ranks would read each other's."""
     drafts = sorted(
         name for name in _DRAFTS & pools.keys() if any(spec.name.endswith(".k") for spec in pools[name].specs)
