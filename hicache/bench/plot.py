@@ -54,12 +54,12 @@ def _draw_curves(
         label="ceiling",
         zorder=1,
     )
-    for run, color in zip(runs, colors, strict=True):
+    for place, (run, color) in enumerate(zip(runs, colors, strict=True)):
         axes.plot(
             [r.round for r in run.rounds],
             [100 * r.hit_rate for r in run.rounds],
             color=color,
-            linewidth=2.2,
+            linewidth=2.0 + 2.4 * (len(runs) - 1 - place),  # where curves coincide all of them show
             label=_label(run, runs),
             zorder=3,
         )
@@ -74,7 +74,7 @@ def _draw_curves(
                 markersize=5,
                 markerfacecolor="white",
                 markeredgewidth=1.2,
-                label=f"{run.tiers}, published",
+                label=f"{run.tiers.upper()}, published",
                 zorder=4,
             )
     axes.set_xlabel("round (each client extends its conversation)")
@@ -82,7 +82,7 @@ def _draw_curves(
     axes.set_ylim(-3, 103)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.0, 0.36), fontsize=9)
+    axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.46), fontsize=9)
 
 
 def _draw_bars(
@@ -92,11 +92,18 @@ def _draw_bars(
     places = range(len(runs))
     axes.bar(places, values, color=colors, width=0.62)
     for place, run, value in zip(places, runs, values, strict=True):
-        axes.text(place, value, f"{value / 1000:,.1f} K", ha="center", va="bottom", fontsize=9)
         reading = published.effective_input_tokens_per_s.get(run.tiers) if published else None
+        axes.annotate(
+            f"{value / 1000:,.1f} K",
+            (place, max(value, reading or 0.0)),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+        )
         if reading:
             axes.plot(place, reading, "o", markerfacecolor="white", markeredgecolor="#222222", markersize=5)
-    axes.set_xticks(places, [_label(run, runs).replace("+l", "\n+l") for run in runs], fontsize=9)
+    axes.set_xticks(places, [_label(run, runs).replace("+L", "\n+L") for run in runs], fontsize=9)
     axes.set_ylabel("effective input tokens/s")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value / 1000:,.0f} K")
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
@@ -105,4 +112,5 @@ def _draw_bars(
 
 def _label(run: RunReport, runs: Sequence[RunReport]) -> str:
     several = len({other.eviction_policy for other in runs}) > 1
-    return f"{run.tiers}, {run.eviction_policy}" if several else run.tiers
+    tiers = run.tiers.upper() if run.tiers in _COLORS else run.tiers
+    return f"{tiers}, {run.eviction_policy}" if several else tiers

@@ -189,7 +189,8 @@ def multi_turn(
         with click.open_file(str(json_path), "w") as out:
             out.write(json.dumps(_as_json(plan, runs), indent=1) + "\n")
     if plot_path is not None:
-        _plotting()(plot_path, f"{workload.name}: hit rate per round{" (virtual time)" if plan.engine == "virtual" else ""}", runs, published)
+        where = "virtual time" if plan.engine == "virtual" else plan.engine
+        _plotting()(plot_path, f"{workload.name}: hit rate per round ({where})", runs, published)
         click.echo(f"picture: {plot_path}", err=True)
 
 

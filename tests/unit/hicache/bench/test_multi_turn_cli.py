@@ -96,14 +96,15 @@ def test_every_number_of_a_published_system_says_where_it_is_from(name: str) -> 
     relevant = {
         "components", "page_size", "max_running_requests", "chunked_prefill_size", "max_total_tokens",
         "hicache_ratio", "l3_bytes", "full_token_bytes", "prefill_tokens_per_s", "decode_tokens_per_s",
-        "host_bytes_per_s", "storage_bytes_per_s", "swa_full_tokens_ratio", "sliding_window",
+        "host_bytes_per_s", "storage_load_bytes_per_s", "storage_store_bytes_per_s", "swa_full_tokens_ratio",
+        "sliding_window",
         "swa_token_bytes",
     }  # fmt: skip
     if Component.MAMBA in system.components:
         relevant |= {"mamba_full_memory_ratio", "mamba_state_bytes"}
     assert set(system.origins) == relevant
     fitted = {key for key, origin in system.origins.items() if origin.source is Source.FITTED}
-    assert fitted == {"prefill_tokens_per_s", "storage_bytes_per_s"}
+    assert fitted == {"prefill_tokens_per_s", "storage_load_bytes_per_s"}
 
 
 def test_inkling_has_fewer_swa_tokens_on_l1_than_one_round_brings_and_more_on_l2() -> None:
