@@ -12,7 +12,7 @@ import pytest
 from hicache.cli.main import cli
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md"]
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md", "docs/sglang.md")]
 
 
 def _code_lines(document: Path) -> list[str]:
@@ -33,6 +33,8 @@ def _commands() -> list[str]:
 def test_a_command_in_the_documents_exists_with_its_flags(line: str) -> None:
     """What people paste must be accepted by the program they have."""
     words = shlex.split(line, comments=True)[1:]
+    if "--" in words:
+        words = words[: words.index("--")]  # the rest is for another program
     command: click.Command = cli
     context = click.Context(cli)
     while words and isinstance(command, click.Group) and not words[0].startswith("-"):
