@@ -22,6 +22,7 @@ from hicache.errors import ConfigError
 from hicache.types import Component
 
 CUSTOM = "custom"
+_REFERENCE_VOCAB = 256  # every preset of the reference model has these tokens
 # What SGLang's multi-turn bench does when nothing is said.
 _FREE = Workload(
     name=CUSTOM,
@@ -166,6 +167,8 @@ def multi_turn(
     In virtual time the cache, the tree, the policies, the pools and the scheduler are real; computing
     and copying take time by the rates below, and tensors are absent.
     """
+    if engine == "reference" and not url and flags["vocab_size"] is None:
+        flags["vocab_size"] = _REFERENCE_VOCAB
     workload = _workload(workload_name, flags)
     system = _system(workload_name, flags)
     if final_token_cached is None:
