@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
@@ -137,7 +137,8 @@ def _at_option(error: msgspec.ValidationError, options: Mapping[str, object]) ->
 def _described(options_type: type[msgspec.Struct]) -> dict[str, str]:
     described = {}
     for field in msgspec.structs.fields(options_type):
-        kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        plain = isinstance(field.type, type) and not get_args(field.type)  # list[str] is a type in 3.10
+        kind = field.type.__name__ if plain else str(field.type)
         if field.default is not msgspec.NODEFAULT:
             kind += f" = {field.default!r}"
         elif field.default_factory is msgspec.NODEFAULT:
