@@ -406,8 +406,8 @@ class HiCache:
     def _release(self, running: _Running, lease: Lease) -> None:
         for component, slots in running.owned.items():
             self.pools.free(Tier.DEVICE, component, array("i", slots))
-        running.owned = {}
         self.tree.release(lease)
+        self._writing.let_go()
 
     # -- time ----------------------------------------------------------------------------------
 

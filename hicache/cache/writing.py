@@ -93,6 +93,10 @@ class WriteDown:
             if not self._write_to_host(lease, self._hits, path=path, store_hits=self._hits):
                 self._store(lease, self._hits, attempt=1, path=path)  # what storage did not take before
 
+    def let_go(self) -> None:
+        """A request has ended: its pages may be the next victims."""
+        self._reserve_due = True
+
     def catch_up(self) -> None:
         """Transfers have ended: write what had to wait for room, oldest first, as long as there is some."""
         if not self._owed or self._storing >= self._store_limit:

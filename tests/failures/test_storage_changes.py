@@ -74,6 +74,24 @@ def test_a_store_that_comes_back_empty_is_stocked_again() -> None:
     bed.check_quiet()
 
 
+def test_what_went_with_the_old_store_is_not_taken_for_stored_in_the_new() -> None:
+    """A write acknowledged after the restart was kept by the store before it."""
+    bed = ScriptedCache()
+    bed.begin("r", PROMPT)
+    bed.step(3)
+    for write in bed.executor.open_jobs(JobKind.WRITE):
+        bed.end(write)
+    store = bed.executor.open_jobs(JobKind.STORE)[0]
+    refs = list(bed.executor.refs(store))
+    bed.executor.lose_storage()
+    bed.cache.tick()  # the restart is noticed, the write is still open
+    bed.executor.finish(store)
+    bed.lose(refs)
+    bed.drain()
+    assert set(refs) <= set(bed.executor.storage or ())
+    bed.check_quiet()
+
+
 def test_a_hole_found_by_a_probe_is_filled_by_the_next_write() -> None:
     """A page that L3 evicted would be missing for as long as the process believes it is there."""
     bed = ScriptedCache()

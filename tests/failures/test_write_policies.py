@@ -194,3 +194,49 @@ def test_a_page_that_could_not_be_backed_up_is_lost_and_said_to_be() -> None:
     assert resident == 4 - bed.free(Tier.HOST)[FULL]
     assert bed.cache.stats.lost_pages > before
     bed.check_quiet()
+
+
+def test_write_back_stores_a_tail_whose_head_has_lost_its_host_copy() -> None:
+    """Leaves on the host, whose head is on the device alone, would never be stored, and be lost."""
+    bed = ScriptedCache(
+        hicache_write_policy=WritePolicy.WRITE_BACK,
+        device={FULL: 20},
+        host={FULL: 40},
+        clean_reserve_share=0.5,
+    )
+    prompt = tokens(37)
+    bed.executor.detach()
+    bed.run("a", prompt)
+    bed.run("b", tokens(9, seed=2))
+    pools, tree = bed.cache.pools, bed.cache.tree
+    assert tree.resident(Tier.HOST, FULL) >= 9
+    pools.free_all(tree.evict(Tier.DEVICE, FULL, 5).freed)
+    pools.free(Tier.HOST, FULL, tree.reclaim_duplicates(100))
+    found = tree.match(b"", prompt, 36)
+    assert 0 < found.device < found.host == 9
+    bed.executor.attach({})
+    bed.run("c", tokens(9, seed=3))
+    bed.run("d", tokens(9, seed=4))
+    assert leading_run(bed, 1, 9) == 9
+    bed.check_quiet()
+
+
+def test_write_back_into_a_host_full_of_copies_of_hot_pages_goes_on() -> None:
+    """What the device keeps anyway would stand in the way of everything that leaves it."""
+    bed = ScriptedCache(
+        hicache_write_policy=WritePolicy.WRITE_BACK,
+        device={FULL: 32},
+        host={FULL: 8},
+        clean_reserve_share=0.5,
+        storage=False,
+    )
+    hot = tokens(33)
+    bed.run("hot", hot)
+    bed.drain()  # the reserve: nothing else is there to be copied
+    assert bed.free(Tier.HOST)[FULL] == 0
+    for i in range(6):
+        bed.run(f"cold{i}", tokens(25, seed=i + 2))
+        bed.run(f"hot{i}", hot)
+    assert bed.hit(hot) == 8
+    assert bed.cache.stats.demoted_pages > 0
+    bed.check_quiet()
