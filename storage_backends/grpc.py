@@ -1,7 +1,8 @@
-"""The shared L3 daemon as a backend: `hicache serve` over gRPC, bytes inline.
+"""The shared L3 daemon as a backend: `hicache serve` over gRPC, bytes inline or through shared memory.
 
-Decides batching and what is staged here; leaves sessions to `grpc_connection` and what is kept to the
-daemon. It survives the daemon's death: calls raise until it is back, then work again.
+Decides batching and what is staged here; leaves sessions to `grpc_connection`, the calls of the shm plane
+to `grpc_shm`, and what is kept to the daemon. It survives the daemon's death: calls raise until it is
+back, then work again.
 
 gRPC keeps threads per channel and per upload, and a channel does not survive a fork: open the backend
 in the process that uses it; elsewhere every call raises BackendUnavailable.
@@ -14,15 +15,16 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import grpc
 
 from hicache.errors import BackendError
 from hicache.rpc import bulk
 from hicache.rpc.v1 import cache_pb2 as pb
+from hicache.storage_backends import grpc_shm
 from hicache.storage_backends.arena import Arena, Span
 from hicache.storage_backends.base import (
     BackendStats,
@@ -33,10 +35,13 @@ from hicache.storage_backends.base import (
     check_sizes,
 )
 from hicache.storage_backends.grpc_connection import Connection, Link, Options, Session, code, left
+from hicache.storage_backends.shared_arena import CannotAttach, SharedArena, checksum
 
 __all__ = ["GrpcBackend", "Options"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _OUTCOMES = {
     pb.WRITE_OUTCOME_STORED: WriteOutcome.STORED,
@@ -52,7 +57,8 @@ class _Staged:
 
     session: Session
     number: int
-    span: Span
+    span: Span | None  # of our own memory; None where the buffer lies in the daemon's arena
+    generation: int = 0  # of the place in the arena
     live: bool = True
 
 
@@ -96,7 +102,13 @@ class GrpcBackend(StorageBackend):
             found = bytearray()
             for part in _slices(len(keys), session.max_keys):
                 request = pb.ProbeRequest(session=session.id, keys=keys[part])
-                found += link.probe(request, timeout=left(deadline)).present
+                arena = session.arena
+                if arena is None:
+                    found += link.probe(request, timeout=left(deadline)).present
+                else:
+                    found += grpc_shm.call(
+                        arena, link.probe, request, "Probe", reply_kind=pb.ProbeReply, deadline=deadline
+                    ).present
             return bytes(found)
 
         return self._connection.run("probe", call) if self._some(keys) else b""
@@ -105,11 +117,24 @@ class GrpcBackend(StorageBackend):
         check_lengths(keys, buffers)
 
         def call(link: Link, session: Session, deadline: float) -> list[int]:
-            sizes: list[int] = []
-            for part in _slices(len(keys), session.max_keys):
-                limits = [len(buffer) for buffer in buffers[part]]
-                request = pb.ReadRequest(session=session.id, keys=keys[part], limits=limits)
-                sizes += bulk.receive(link.read(request, timeout=left(deadline)), buffers[part])
+            sizes, rest = [0] * len(keys), list(range(len(keys)))
+            shared = _if_shared(
+                session,
+                lambda arena: grpc_shm.read(
+                    link, session, arena, keys=keys, buffers=buffers, deadline=deadline
+                ),
+            )
+            if shared is not None:
+                sizes, rest = shared
+            for part in _slices(len(rest), session.max_keys):
+                indices = rest[part]
+                targets = [buffers[i] for i in indices]
+                request = pb.ReadRequest(
+                    session=session.id, keys=[keys[i] for i in indices], limits=list(map(len, targets))
+                )
+                found = bulk.receive(link.read(request, timeout=left(deadline)), targets)
+                for i, size in zip(indices, found, strict=True):
+                    sizes[i] = size
             return sizes
 
         return self._connection.run("read", call) if self._some(keys) else []
@@ -120,27 +145,35 @@ class GrpcBackend(StorageBackend):
         check_sizes(keys, sizes)
 
         def call(link: Link, session: Session, deadline: float) -> list[Reservation | WriteOutcome]:
+            shared = _if_shared(
+                session, lambda arena: _begin_shared(link, session, arena, keys, sizes, deadline)
+            )
+            return staged(link, session, deadline) if shared is None else shared
+
+        def staged(link: Link, session: Session, deadline: float) -> list[Reservation | WriteOutcome]:
             answers: list[Reservation | WriteOutcome] = [WriteOutcome.NO_SPACE] * len(keys)
             spans = self._stage(sizes, session.max_object)
-            staged = list(spans)
+            wanted = list(spans)
             try:
-                for part in _slices(len(staged), session.max_keys):
-                    indices = staged[part]
+                for part in _slices(len(wanted), session.max_keys):
+                    indices = wanted[part]
                     request = pb.BeginWriteRequest(
                         session=session.id, keys=[keys[i] for i in indices], sizes=[sizes[i] for i in indices]
                     )
                     reply = link.begin_write(request, timeout=left(deadline))
                     for i, number, outcome in zip(indices, reply.reservations, reply.outcomes, strict=True):
                         if number:
-                            token = _Staged(session, number, spans.pop(i))
-                            answers[i] = Reservation(keys[i], self._view(token.span), token)
+                            span = spans.pop(i)
+                            answers[i] = Reservation(
+                                keys[i], self._view(span), _Staged(session, number, span)
+                            )
                         else:
                             answers[i] = _OUTCOMES.get(outcome, WriteOutcome.FAILED)
             except BaseException:
                 # What the daemon granted so far lapses there by itself.
-                spans |= {
-                    i: _token(one).span for i, one in enumerate(answers) if isinstance(one, Reservation)
-                }
+                for i, one in enumerate(answers):
+                    if isinstance(one, Reservation) and (given := _token(one).span) is not None:
+                        spans[i] = given
                 raise
             finally:
                 for span in spans.values():
@@ -154,9 +187,9 @@ class GrpcBackend(StorageBackend):
         deadline = time.monotonic() + self._options.timeout_s
         with self._ending(reservations) as live, self._connection.calling("commit") as link:
             for indices in _by_session(reservations, live):
-                messages = self._messages([reservations[i] for i in indices])
+                batch = [reservations[i] for i in indices]
                 try:
-                    reply = link.commit(messages, timeout=left(deadline))
+                    reply = self._commit(link, batch, deadline)
                 except grpc.RpcError as error:
                     if code(error) is not grpc.StatusCode.NOT_FOUND:
                         raise
@@ -208,15 +241,28 @@ class GrpcBackend(StorageBackend):
             yield live
         finally:
             for index in live:
-                self._staging.give_back(_token(reservations[index]).span)
+                span = _token(reservations[index]).span
+                if span is not None:
+                    self._staging.give_back(span)
 
-    def _messages(self, batch: Sequence[Reservation]) -> Iterator[bytes]:
+    def _commit(self, link: Link, batch: Sequence[Reservation], deadline: float) -> pb.CommitReply:
+        """Commit reservations of one session, all of them in its arena or none."""
         tokens = [_token(reservation) for reservation in batch]
-        return bulk.upload(
-            tokens[0].session.id,
-            [token.number for token in tokens],
-            [self._view(token.span) for token in tokens],
-            max_message=tokens[0].session.max_message,
+        session, numbers = tokens[0].session, [token.number for token in tokens]
+        buffers = [reservation.buffer for reservation in batch]
+        arena = session.arena
+        if tokens[0].span is not None or arena is None:
+            messages = bulk.upload(session.id, numbers, buffers, max_message=session.max_message)
+            return link.commit(messages, timeout=left(deadline))
+        request = pb.PublishRequest(
+            session=session.id,
+            reservations=numbers,
+            generations=[token.generation for token in tokens],
+            checksums=[checksum(buffer) for buffer in buffers],
+            release=arena.take_releases(),
+        )
+        return grpc_shm.call(
+            arena, link.publish, request, "Publish", reply_kind=pb.CommitReply, deadline=deadline
         )
 
     # -- the rest --------------------------------------------------------------------------------
@@ -255,7 +301,8 @@ class GrpcBackend(StorageBackend):
                 capacity_bytes=reply.capacity_bytes,
                 details={
                     "address": self._options.address,
-                    "data_plane": "inline",
+                    "data_plane": self._connection.data_plane.value,
+                    "arena_bytes": reply.arena_bytes,
                     "store": reply.store,
                     "epoch": reply.epoch,
                     "sessions": reply.sessions,
@@ -276,6 +323,53 @@ class GrpcBackend(StorageBackend):
         return bool(keys)
 
 
+def _if_shared(session: Session, call: Callable[[SharedArena], T]) -> T | None:
+    """Make a call of the shm plane; None where the session has none, or has it no longer."""
+    arena = session.arena
+    if arena is None or arena.closed:
+        return None
+    try:
+        return call(arena)
+    except CannotAttach as error:
+        why = str(error)
+    except grpc.RpcError as error:
+        if code(error) is not grpc.StatusCode.FAILED_PRECONDITION:
+            raise
+        why = error.details() or "refused"
+    logger.info("grpc: bytes travel inline from here: %s", why)
+    arena.close()
+    return None
+
+
+def _begin_shared(
+    link: Link,
+    session: Session,
+    arena: SharedArena,
+    keys: Sequence[str],
+    sizes: Sequence[int],
+    deadline: float,
+) -> list[Reservation | WriteOutcome]:
+    answers: list[Reservation | WriteOutcome] = [WriteOutcome.NO_SPACE] * len(keys)
+    wanted = [index for index, size in enumerate(sizes) if size <= session.max_object]
+    for part in _slices(len(wanted), session.max_keys):
+        indices = wanted[part]
+        given = grpc_shm.begin(
+            link,
+            session,
+            arena,
+            keys=[keys[i] for i in indices],
+            sizes=[sizes[i] for i in indices],
+            deadline=deadline,
+        )
+        for i, one in zip(indices, given, strict=True):
+            if one.buffer is None:
+                answers[i] = _OUTCOMES.get(one.outcome, WriteOutcome.FAILED)
+            else:
+                token = _Staged(session, one.number, None, one.generation)
+                answers[i] = Reservation(keys[i], one.buffer, token)
+    return answers
+
+
 def _token(reservation: Reservation) -> _Staged:
     if not isinstance(reservation.token, _Staged):
         raise ValueError(f"the reservation of {reservation.key} is another backend's")
@@ -283,11 +377,13 @@ def _token(reservation: Reservation) -> _Staged:
 
 
 def _by_session(reservations: Sequence[Reservation], live: Sequence[int]) -> Iterator[list[int]]:
-    """Group indices by the session that gave the reservation, at most a request's worth each."""
-    groups: dict[Session, list[int]] = {}
+    """Group indices by the session that gave the reservation and where its bytes lie, at most a request's
+    worth each."""
+    groups: dict[tuple[Session, bool], list[int]] = {}
     for index in live:
-        groups.setdefault(_token(reservations[index]).session, []).append(index)
-    for session, indices in groups.items():
+        token = _token(reservations[index])
+        groups.setdefault((token.session, token.span is None), []).append(index)
+    for (session, _), indices in groups.items():
         for part in _slices(len(indices), session.max_keys):
             yield indices[part]
 

@@ -20,10 +20,12 @@ from typing import Any, TypeVar
 import grpc
 import msgspec
 
+from hicache.config.serve import DataPlane
 from hicache.errors import BackendTimeout, BackendUnavailable, ConfigError
 from hicache.rpc import wire
 from hicache.rpc.bulk import ProtocolViolation
 from hicache.rpc.v1 import cache_pb2 as pb
+from hicache.storage_backends.shared_arena import CannotAttach, SharedArena, attach
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ T = TypeVar("T")
 
 _MAX_MESSAGE = (64 << 20) + wire.MAX_CONTROL_BYTES
 _RECONNECT_S = 0.1  # between attempts; calls in between fail at once
+
+_PLANES = {DataPlane.SHM.value: pb.DATA_PLANE_SHM, DataPlane.INLINE.value: pb.DATA_PLANE_INLINE}
 
 _CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE),
@@ -51,17 +55,24 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     client_id: str = ""  # for the daemon's log; empty: host and process
     refuse_other_fingerprint: bool = False  # rather no L3 than isolation from others of the same model name
     staging_bytes: int = 512 << 20  # most memory of writes that were begun and not ended
+    data_planes: str = "shm,inline"  # best first; shm where the daemon is on this host, of the same user
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise ConfigError(f"grpc: address {self.address!r} must be host:port, as in 127.0.0.1:7380")
+        planes = self.data_planes.split(",")
+        if not set(planes) <= set(_PLANES) or DataPlane.INLINE.value not in planes:
+            raise ConfigError(
+                f"grpc: data_planes={self.data_planes!r} must be of {', '.join(_PLANES)}, separated by "
+                f"commas, and have inline, on which everything else falls back"
+            )
         for name in ("timeout_s", "staging_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"grpc: {name}={getattr(self, name)} must be positive")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Session:
     """What the daemon said at Hello."""
 
@@ -70,6 +81,7 @@ class Session:
     max_message: int
     max_keys: int
     max_object: int
+    arena: SharedArena | None  # None: bytes travel inline
 
 
 class Link:
@@ -82,6 +94,8 @@ class Link:
         self.hello = self._unary("Hello", pb.HelloReply)
         self.probe = self._unary("Probe", pb.ProbeReply)
         self.begin_write = self._unary("BeginWrite", pb.BeginWriteReply)
+        self.locate = self._unary("Locate", pb.LocateReply)
+        self.publish = self._unary("Publish", pb.CommitReply)
         self.abort = self._unary("Abort", pb.AbortReply)
         self.touch = self._unary("Touch", pb.TouchReply)
         self.delete = self._unary("Delete", pb.DeleteReply)
@@ -111,11 +125,19 @@ class Connection:
         self._options = options
         self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._opening = threading.Lock()  # held by the one thread that opens a session, before _lock
         self._link: Link | None = None
         self._session: Session | None = None
         self._lost_at = -_RECONNECT_S
         self._lost_why = ""
         self._closed = False
+        self._told_inline = False  # that the arena cannot be had is said once
+
+    @property
+    def data_plane(self) -> DataPlane:
+        """How bytes travel in the present session."""
+        session = self._session
+        return DataPlane.SHM if session is not None and session.arena is not None else DataPlane.INLINE
 
     @property
     def epoch(self) -> int:
@@ -137,7 +159,7 @@ class Connection:
                 except grpc.RpcError as error:
                     if code(error) is not grpc.StatusCode.NOT_FOUND:
                         raise
-            return call(link, self._open_session(link, deadline), deadline)
+            return call(link, self._renew(session, link, deadline), deadline)
 
     @contextlib.contextmanager
     def calling(self, operation: str) -> Iterator[Link]:
@@ -186,6 +208,17 @@ class Connection:
         if finished:
             link.channel.close()
 
+    def _renew(self, stale: Session | None, link: Link, deadline: float) -> Session:
+        """Return a session other than `stale`; of several threads that need one, one opens it."""
+        if not self._opening.acquire(timeout=left(deadline)):
+            raise BackendTimeout("grpc: the time was up before a session was open")
+        try:
+            if self._session is not stale and self._session is not None:
+                return self._session
+            return self._open_session(link, deadline)
+        finally:
+            self._opening.release()
+
     def _open_session(self, link: Link, deadline: float) -> Session:
         options = self._options
         request = pb.HelloRequest(
@@ -195,7 +228,7 @@ class Connection:
             model_name=options.model_name,
             model_fingerprint=options.fingerprint,
             shard=options.shard,
-            data_planes=[pb.DATA_PLANE_INLINE],
+            data_planes=[_PLANES[name] for name in options.data_planes.split(",")],
             refuse_other_fingerprint=options.refuse_other_fingerprint,
         )
         reply: pb.HelloReply = link.hello(request, timeout=left(deadline))
@@ -205,15 +238,37 @@ class Connection:
             max_message=reply.max_message_bytes,
             max_keys=reply.max_keys,
             max_object=reply.max_object_bytes,
+            arena=self._attach(reply, deadline),
         )
         with self._lock:
             before, self._session = self._session, session
+            closed = self._closed
+        for one in (before, session if closed else None):
+            if one is not None and one.arena is not None:
+                one.arena.close()
         if before is None or before.epoch != session.epoch:
             known = "" if before is None else "; it restarted, what it held in memory is gone"
-            logger.info("grpc: session with daemon %s, store %s%s", options.address, reply.store, known)
+            logger.info(
+                "grpc: session with daemon %s, store %s, bytes travel %s%s",
+                *(options.address, reply.store, self.data_plane.value, known),
+            )
         if reply.notice:
             logger.warning("grpc: daemon %s: %s", options.address, reply.notice)
         return session
+
+    def _attach(self, reply: pb.HelloReply, deadline: float) -> SharedArena | None:
+        if reply.data_plane != pb.DATA_PLANE_SHM:
+            return None
+        try:
+            return attach(reply.arena, reply.session, timeout_s=left(deadline))
+        except CannotAttach as error:
+            if not self._told_inline:
+                self._told_inline = True
+                logger.info(
+                    "grpc: daemon %s: bytes travel inline, its shared memory cannot be had here: %s",
+                    *(self._options.address, error),
+                )
+            return None
 
     def check_usable(self) -> None:
         """Raise BackendUnavailable after close() and in a forked process."""
@@ -227,6 +282,9 @@ class Connection:
         with self._lock:
             self._closed = True
             link, self._link = self._link, None
+            session = self._session
+        if session is not None and session.arena is not None:
+            session.arena.close()
         if link is not None and self._pid == os.getpid():
             link.channel.close()
 

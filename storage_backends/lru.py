@@ -54,6 +54,10 @@ class LeasedLru(Generic[E]):
         entry = self._leased.get(key)
         return self._cold.get(key) if entry is None else entry
 
+    def is_leased(self, key: str) -> bool:
+        """Return whether a lease protects the key, one that ran out and was not ended yet included."""
+        return key in self._leased
+
     def add(self, key: str, entry: E) -> None:
         """Add an entry as the most recently used; the key must be new."""
         if key in self:

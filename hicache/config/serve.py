@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import ipaddress
 import sys
 from collections.abc import Mapping
@@ -37,6 +38,13 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+class DataPlane(enum.Enum):
+    """How an object's bytes travel between daemon and client."""
+
+    SHM = "shm"  # through memory that both map, on one host; for the memory store
+    INLINE = "inline"  # in gRPC messages
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything the daemon can be told. Times in seconds."""
 
@@ -47,6 +55,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     store: str = "memory"
     store_config: Mapping[str, Any] = {}
     capacity: ByteSize = ByteSize(4 * GIB)  # of the memory store
+    # Offered to clients, which choose by their own order. Inline is there for every client.
+    data_planes: tuple[DataPlane, ...] = (DataPlane.SHM, DataPlane.INLINE)
     lease_seconds: float = 10.0
     lease_bytes: ByteSize | None = None  # protected per session; none: a quarter of the capacity
     reservation_seconds: float = 30.0
@@ -64,6 +74,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name, low, high in _RANGES:
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be within {low}..{high}")
+        if DataPlane.INLINE not in self.data_planes:
+            raise ConfigError("--data-planes must have inline: it is what clients elsewhere have left")
         if self.max_object < self.max_message:
             raise ConfigError(
                 f"--max-object {self.max_object} must be at least --max-message {self.max_message}"
@@ -105,6 +117,8 @@ def load_serve_config(path: Path | None, flags: Mapping[str, object]) -> ServeCo
             raise ConfigError(f"--config {path}: serve must be a section, [serve]")
         settings |= section
     settings |= {name: value for name, value in flags.items() if value is not None}
+    if isinstance(planes := settings.get("data_planes"), str):
+        settings["data_planes"] = planes.split(",")
     unknown = sorted(set(settings) - set(ServeConfig.__struct_fields__))
     if unknown:
         raise ConfigError(

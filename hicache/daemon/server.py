@@ -19,6 +19,7 @@ from hicache.clock import Clock, SystemClock
 from hicache.config.serve import ServeConfig, is_loopback
 from hicache.daemon.edge import Edge
 from hicache.daemon.events import ChangeKind, EventHub
+from hicache.daemon.plane import open_plane
 from hicache.daemon.service import CacheService
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.store import SharedStore, open_memory
@@ -81,6 +82,16 @@ class Daemon:
             edge=self._edge,
             clock=clock,
         )
+        self._plane = open_plane(
+            config,
+            self._store.backend,
+            sessions=self._sessions,
+            writes=self._writes,
+            answers=self._service.local_answers(),
+            clock=clock,
+        )
+        if self._plane is not None:
+            self._service.use(self._plane)
         self._declare_gauges()
         self._health = health.HealthServicer()
         self._server = self._make_server()
@@ -116,7 +127,7 @@ class Daemon:
             self._start_metrics()
         except ConfigError:
             self._server.stop(None)
-            self._store.backend.close()
+            self._close_store()
             raise
         self._server.start()
         self._housekeeper.start()
@@ -146,13 +157,20 @@ class Daemon:
             server.shutdown()  # type: ignore[attr-defined]  # a WSGIServer
             server.server_close()  # type: ignore[attr-defined]
             thread.join()
+        self._close_store()
+        return Drained(finished=finished, cut_off=cut_off, seconds=time.monotonic() - began)
+
+    def _close_store(self) -> None:
+        if self._plane is not None:
+            self._plane.close()
         self._writes.close()
         self._store.backend.close()
-        return Drained(finished=finished, cut_off=cut_off, seconds=time.monotonic() - began)
 
     def housekeep(self) -> None:
         """Take back what lapsed. Called every second; tests with a manual clock call it themselves."""
         self._writes.expire()
+        if self._plane is not None:
+            self._plane.grants.expire()
         self._sessions.drop_idle()
 
     def _keep_house(self) -> None:
@@ -216,7 +234,7 @@ class Daemon:
         self.metrics.changes.labels(kind.value).inc(number)
 
     def _declare_gauges(self) -> None:
-        backend = self._store.backend
+        backend, plane = self._store.backend, self._plane
         self.metrics.watch_gauges(
             {
                 "objects": ("Objects in the store, -1 if it cannot tell", lambda: backend.stats().objects),
@@ -227,6 +245,9 @@ class Daemon:
                 "reservations": ("Writes begun and not ended", lambda: len(self._writes)),
                 "reserved_bytes": ("Bytes of those", self._writes.reserved_bytes),
                 "lapsed_reservations": ("Writes taken back since the start", lambda: self._writes.lapsed),
+                "attached": ("Clients that have the arena mapped", lambda: plane.attached if plane else 0),
+                "arena_bytes": ("Shared memory taken", lambda: plane.ready_bytes if plane else 0),
+                "lapsed_grants": ("Reads not done in time", lambda: plane.grants.lapsed if plane else 0),
                 "watchers": ("Watchers connected", lambda: self._hub.watchers),
                 "lost_changes": (
                     "Changes that slow watchers missed",

@@ -6,14 +6,18 @@ import dataclasses
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import grpc
+from google.protobuf.message import Message
 
 from hicache.clock import Clock
 from hicache.config.serve import ServeConfig
-from hicache.daemon.edge import BadRequest, Cancelled, Context, Edge, Refusal, parse
+from hicache.daemon.arena_store import extent_of
+from hicache.daemon.attach import Answer
+from hicache.daemon.edge import BadRequest, Cancelled, Context, Edge, Refusal, Request, parse
 from hicache.daemon.events import Change, ChangeKind, EventHub, Lost
+from hicache.daemon.plane import ArenaPlane
 from hicache.daemon.scope import FOREIGN
 from hicache.daemon.sessions import Identity, Session, Sessions
 from hicache.daemon.store import SharedStore
@@ -33,7 +37,6 @@ _OUTCOMES = {
     WriteOutcome.EXISTS: pb.WRITE_OUTCOME_EXISTS,
     WriteOutcome.NO_SPACE: pb.WRITE_OUTCOME_NO_SPACE,
     WriteOutcome.FAILED: pb.WRITE_OUTCOME_FAILED,
-    None: pb.WRITE_OUTCOME_RESERVED,
 }
 _CHANGES = {
     ChangeKind.STORED: (pb.Change.KIND_STORED, pb.REMOVAL_REASON_UNSPECIFIED),
@@ -65,11 +68,16 @@ class CacheService:
         self._hub = hub
         self._sessions = sessions
         self._writes = writes
+        self._plane: ArenaPlane | None = None
         self._metrics = metrics
         self._edge = edge
         self._clock = clock
         self._started = clock.now()
         self._version = wire.software_version()
+
+    def use(self, plane: ArenaPlane) -> None:
+        """Offer a plane to clients that say Hello from now on."""
+        self._plane = plane
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """Return the service for grpc.Server.add_generic_rpc_handlers."""
@@ -82,6 +90,8 @@ class CacheService:
                 "Read": edge.stream_out("Read", pb.ReadRequest, self.read),
                 "BeginWrite": edge.unary("BeginWrite", pb.BeginWriteRequest, self.begin_write),
                 "Commit": edge.stream_in("Commit", self.commit),
+                "Locate": edge.unary("Locate", pb.LocateRequest, self.locate),
+                "Publish": edge.unary("Publish", pb.PublishRequest, self.publish),
                 "Abort": edge.unary("Abort", pb.AbortRequest, self.abort),
                 "Touch": edge.unary("Touch", pb.TouchRequest, self.touch),
                 "Delete": edge.unary("Delete", pb.DeleteRequest, self.delete),
@@ -91,11 +101,30 @@ class CacheService:
             },
         )
 
+    def local_answers(self) -> Mapping[str, Answer]:
+        """Return what attached clients may call over their own connections, by name."""
+
+        def unless_draining(handle: Callable[[Request], Message]) -> Callable[[Request], Message]:
+            def call(request: Request) -> Message:
+                if self.draining:
+                    raise Refusal(grpc.StatusCode.UNAVAILABLE, "the daemon drains")
+                return handle(request)
+
+            return call
+
+        local = self._edge.local
+        return {
+            "Probe": local("Probe", pb.ProbeRequest, unless_draining(self.probe)),
+            "Locate": local("Locate", pb.LocateRequest, unless_draining(self.locate)),
+            "BeginWrite": local("BeginWrite", pb.BeginWriteRequest, unless_draining(self.begin_write)),
+            "Publish": local("Publish", pb.PublishRequest, self.publish),
+        }
+
     # -- sessions --------------------------------------------------------------------------------
 
     def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         identity = Identity(request.client_id, request.model_name, request.model_fingerprint, request.shard)
-        self._check_hello(request, identity)
+        data_plane = self._check_hello(request, identity)
         others = self._sessions.other_fingerprints(identity)
         who = f"client {identity.client_id or '(unnamed)'} of model {identity.model_name!r}"
         notice = ""
@@ -122,7 +151,8 @@ class CacheService:
             protocol_version=wire.PROTOCOL_VERSION,
             daemon_version=self._version,
             store=self._store.backend.name,
-            data_plane=pb.DATA_PLANE_INLINE,
+            data_plane=data_plane,
+            arena=self._plane.offer() if self._plane and data_plane == pb.DATA_PLANE_SHM else None,
             scope=session.scope.prefix,
             other_fingerprints=others,
             notice=notice,
@@ -136,7 +166,8 @@ class CacheService:
             reservation_bytes=config.session_reservation_bytes,
         )
 
-    def _check_hello(self, request: pb.HelloRequest, identity: Identity) -> None:
+    def _check_hello(self, request: pb.HelloRequest, identity: Identity) -> pb.DataPlane:
+        """Return the data plane: the first of the client's that there is. Raises Refusal and BadRequest."""
         if request.protocol_version != wire.PROTOCOL_VERSION:
             raise Refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -144,14 +175,14 @@ class CacheService:
                 f"the client {request.protocol_version}; upgrade the older one",
             )
         if pb.DATA_PLANE_INLINE not in request.data_planes:
-            raise Refusal(
-                grpc.StatusCode.FAILED_PRECONDITION, "this daemon has the data plane INLINE only; offer it"
-            )
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "offer the data plane INLINE; others may fail")
         for part in (*dataclasses.astuple(identity), request.client_version):
             if len(part) > _MAX_TEXT or not part.isprintable():
                 raise BadRequest(f"the parts of an identity are printable and at most {_MAX_TEXT} long")
         if not set(identity.fingerprint).isdisjoint("/" + FOREIGN):
             raise BadRequest(f"a fingerprint has no / and no {FOREIGN}")
+        ours = (pb.DATA_PLANE_INLINE,) if self._plane is None else (pb.DATA_PLANE_SHM, pb.DATA_PLANE_INLINE)
+        return next(plane for plane in request.data_planes if plane in ours)
 
     def _names(self, session: Session, keys: Sequence[str]) -> list[str]:
         """Return the stored names of a request's keys. Raises BadRequest."""
@@ -209,16 +240,46 @@ class CacheService:
             yield _read_reply(sizes, parts)
 
     def _count_read(self, objects: Sequence[tuple[int, memoryview | None]]) -> None:
-        hits = [size for size, data in objects if data is not None]
-        misses = sum(size == MISS for size, _ in objects)
+        self._count_sizes(
+            [size for size, data in objects if data is not None],
+            [size for size, data in objects if data is None],
+        )
+
+    def _count_sizes(self, hits: Sequence[int], others: Sequence[int]) -> None:
+        misses = others.count(MISS)
         self._metrics.sent_bytes.inc(sum(hits))
-        for outcome, number in (
-            ("hit", len(hits)),
-            ("miss", misses),
-            ("too_large", len(objects) - len(hits) - misses),
-        ):
+        for outcome, number in (("hit", len(hits)), ("miss", misses), ("too_large", len(others) - misses)):
             if number:
                 self._metrics.keys.labels("read", outcome).inc(number)
+
+    def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
+        session = self._sessions.get(request.session)
+        plane = self._attached(session, request.release)
+        names = self._names(session, request.keys)
+        if len(request.limits) != len(names):
+            raise BadRequest(f"{len(names)} keys but {len(request.limits)} limits")
+        grant, places = plane.locate(session, names, request.limits)
+        extents = [extent for _, extent in places]
+        self._count_sizes(
+            [size for size, extent in places if extent], [size for size, extent in places if not extent]
+        )
+        return pb.LocateReply(
+            grant=grant,
+            sizes=[size for size, _ in places],
+            offsets=[extent.offset if extent else 0 for extent in extents],
+            slots=[extent.slot if extent else 0 for extent in extents],
+            generations=[extent.generation if extent else 0 for extent in extents],
+            checksums=[extent.checksum or 0 if extent else 0 for extent in extents],
+            ready_bytes=plane.ready_bytes,
+        )
+
+    def _attached(self, session: Session, release: Sequence[int]) -> ArenaPlane:
+        """End grants, and return the plane. Raises Refusal where the session's client does not use it."""
+        if self._plane is None:
+            raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "this daemon has no arena")
+        self._plane.check_attached(session)
+        self._plane.grants.release(session.id, release)
+        return self._plane
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -226,12 +287,37 @@ class CacheService:
         session = self._sessions.get(request.session)
         names = self._names(session, request.keys)
         self._check_sizes(len(names), request.sizes)
-        answers = self._writes.begin(session, names, request.sizes)
-        self._count_writes(outcome for _, outcome in answers if outcome is not None)
-        return pb.BeginWriteReply(
-            outcomes=[_OUTCOMES[outcome] for _, outcome in answers],
+        plane = self._attached(session, request.release) if request.in_arena else None
+        answers = self._writes.begin(session, names, request.sizes, in_arena=request.in_arena)
+        self._count_writes(answer for _, answer in answers if isinstance(answer, WriteOutcome))
+        reply = pb.BeginWriteReply(
+            outcomes=[
+                _OUTCOMES[answer] if isinstance(answer, WriteOutcome) else pb.WRITE_OUTCOME_RESERVED
+                for _, answer in answers
+            ],
             reservations=[number for number, _ in answers],
         )
+        if plane is not None:
+            places = [None if isinstance(one, WriteOutcome) else extent_of(one) for _, one in answers]
+            reply.offsets.extend(one.offset if one else 0 for one in places)
+            reply.generations.extend(one.generation if one else 0 for one in places)
+            reply.ready_bytes = plane.ready_bytes
+        return reply
+
+    def publish(self, request: pb.PublishRequest) -> pb.CommitReply:
+        session = self._sessions.get(request.session)
+        self._attached(session, request.release)
+        numbers = request.reservations
+        if len(numbers) > wire.MAX_KEYS or len(set(numbers)) < len(numbers):
+            raise BadRequest(f"{len(numbers)} reservations: at most {wire.MAX_KEYS}, and each once")
+        if not len(numbers) == len(request.generations) == len(request.checksums):
+            raise BadRequest(f"{len(numbers)} reservations but other numbers of generations or checksums")
+        outcomes, stored_bytes = self._writes.publish(
+            session, numbers, generations=request.generations, checksums=request.checksums
+        )
+        self._metrics.received_bytes.inc(stored_bytes)
+        self._count_writes(outcomes)
+        return pb.CommitReply(outcomes=[_OUTCOMES[outcome] for outcome in outcomes])
 
     def commit(self, stream: Iterator[bytes], context: Context) -> pb.CommitReply:
         request, data = _commit_request(stream)
@@ -316,6 +402,7 @@ class CacheService:
 
     def stats(self, request: pb.StatsRequest) -> pb.StatsReply:
         stats = self._store.backend.stats()
+        attached = self._plane.attached if self._plane else 0
         return pb.StatsReply(
             epoch=self.epoch,
             daemon_version=self._version,
@@ -330,6 +417,8 @@ class CacheService:
             reserved_bytes=self._writes.reserved_bytes(),
             watchers=self._hub.watchers,
             counters=self._metrics.counters(),
+            data_planes={"shm": attached, "inline": max(0, len(self._sessions) - attached)},
+            arena_bytes=self._plane.ready_bytes if self._plane else 0,
         )
 
 

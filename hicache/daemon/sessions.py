@@ -140,6 +140,11 @@ class Sessions:
             session.last_seen = self._clock.now()
             return session
 
+    def find(self, session_id: int) -> Session | None:
+        """Return a session without marking it as seen; None if there is none of this id."""
+        with self._lock:
+            return self._sessions.get(session_id)
+
     def drop_idle(self) -> None:
         """Forget sessions that have not been seen for SESSION_IDLE_S and hold no reservation."""
         with self._lock:

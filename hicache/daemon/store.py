@@ -7,17 +7,22 @@ bounded scratch buffer, and only what this daemon does to it is told to watchers
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
 from hicache.clock import Clock
-from hicache.config.serve import ServeConfig
+from hicache.config.serve import DataPlane, ServeConfig
+from hicache.daemon.arena_store import ArenaStore
 from hicache.daemon.events import Change, ChangeKind, EventHub
 from hicache.daemon.sessions import Session
 from hicache.errors import BackendTimeout
 from hicache.storage_backends import memory
 from hicache.storage_backends.base import MISS, Reservation, StorageBackend, WriteOutcome
+
+logger = logging.getLogger(__name__)
 
 SCRATCH_BYTES = (
     8 << 20
@@ -37,7 +42,7 @@ _STORE_RESERVATION_FACTOR = 10
 class ReadsInPlace(Protocol):
     """A backend whose objects can be looked at where they are."""
 
-    def views(self, keys: Sequence[str]) -> list[memoryview | None]: ...
+    def holding(self, keys: Sequence[str]) -> AbstractContextManager[list[memoryview | None]]: ...
 
     def sizes(self, keys: Sequence[str]) -> list[int]: ...
 
@@ -72,11 +77,11 @@ class SharedStore:
         the limit, and stay valid until the next item is asked for."""
         if self._in_place is not None:
             for start in range(0, len(names), KEYS_AT_ONCE):
-                views = self._in_place.views(names[start : start + KEYS_AT_ONCE])
-                yield [
-                    (MISS, None) if view is None else (len(view), view if len(view) <= limit else None)
-                    for view, limit in zip(views, limits[start : start + KEYS_AT_ONCE], strict=True)
-                ]
+                with self._in_place.holding(names[start : start + KEYS_AT_ONCE]) as views:
+                    yield [
+                        (MISS, None) if view is None else (len(view), view if len(view) <= limit else None)
+                        for view, limit in zip(views, limits[start : start + KEYS_AT_ONCE], strict=True)
+                    ]
             return
         for start, stop in _spans(limits):
             buffers = [memoryview(bytearray(limit)) for limit in limits[start:stop]]
@@ -128,14 +133,31 @@ class SharedStore:
 
 
 def open_memory(config: ServeConfig, hub: EventHub, *, clock: Clock) -> SharedStore:
-    """Make the embedded store: memory with a byte limit, telling `hub` what changes."""
-    backend = memory.MemoryBackend(
-        capacity_bytes=int(config.capacity),
-        lease_s=config.lease_seconds,
-        reservation_ttl_s=config.reservation_seconds * _STORE_RESERVATION_FACTOR,
-        clock=clock,
-        observer=_InOrder(hub),
-    )
+    """Make the embedded store: memory with a byte limit, telling `hub` what changes.
+
+    It lies in an arena that clients on this host can map, if that is wanted and there is memory for one.
+    """
+    observer = _InOrder(hub)
+    backend: StorageBackend | None = None
+    if DataPlane.SHM in config.data_planes:
+        try:
+            backend = ArenaStore(
+                capacity_bytes=int(config.capacity),
+                lease_s=config.lease_seconds,
+                reservation_ttl_s=config.reservation_seconds * _STORE_RESERVATION_FACTOR,
+                clock=clock,
+                observer=observer,
+            )
+        except OSError as error:
+            logger.warning("no memory that can be shared, bytes travel inline: %s", error)
+    if backend is None:
+        backend = memory.MemoryBackend(
+            capacity_bytes=int(config.capacity),
+            lease_s=config.lease_seconds,
+            reservation_ttl_s=config.reservation_seconds * _STORE_RESERVATION_FACTOR,
+            clock=clock,
+            observer=observer,
+        )
     return SharedStore(backend, hub, lease_seconds=config.lease_seconds, reports=True)
 
 

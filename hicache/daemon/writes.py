@@ -1,8 +1,13 @@
 """Writes in progress: reservations by number, who holds them, when they lapse, and uploads into them.
 
-reserved --claim--> uploading --finish--> visible
+reserved --claim--> uploading --finish--> visible      bytes through the daemon
     |                   |
   abort, lapse       abandon, stall ----> gone without a trace
+
+reserved --publish--> visible                          bytes written in the arena by the client
+    |
+  abort, client gone ----> gone without a trace
+  lapse --> set aside, since the client may still write --abort, publish, client gone, long time--> gone
 """
 
 from __future__ import annotations
@@ -14,11 +19,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hicache.clock import Clock
+from hicache.daemon.arena_store import ArenaStore, extent_of
+from hicache.daemon.extents import Extent
 from hicache.daemon.sessions import Session
 from hicache.daemon.store import SharedStore
 from hicache.storage_backends.base import Reservation, WriteOutcome
 
 logger = logging.getLogger(__name__)
+
+
+# How much longer than a reservation its place in the arena is kept from others while its client lives.
+ASIDE_FACTOR = 10
 
 
 class BadUpload(Exception):
@@ -33,6 +44,16 @@ class Held:
     reservation: Reservation
     size: int
     lapses_at: float
+    in_arena: bool  # its client writes to the extent itself
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Aside:
+    """A place whose reservation lapsed while its client lives, stopped perhaps, and may yet write there."""
+
+    session: Session
+    extent: Extent
+    ends_at: float
 
 
 class Upload:
@@ -76,12 +97,14 @@ class Writes:
     def __init__(self, store: SharedStore, *, clock: Clock, reservation_seconds: float) -> None:
         self._store = store
         self._backend = store.backend
+        self._arena = store.backend if isinstance(store.backend, ArenaStore) else None
         self._clock = clock
         self._seconds = reservation_seconds
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._held: dict[int, Held] = {}
         self._uploads: set[Upload] = set()
+        self._aside: dict[int, _Aside] = {}  # by the reservation's number; counted in the session's share
         self.lapsed = 0  # reservations taken back, uploads stopped
 
     def __len__(self) -> int:
@@ -93,13 +116,16 @@ class Writes:
         return sum(one.size for one in held)
 
     def begin(
-        self, session: Session, keys: Sequence[str], sizes: Sequence[int]
-    ) -> list[tuple[int, WriteOutcome | None]]:
-        """Reserve room; return (number, None) where it was given, (0, outcome) where not."""
+        self, session: Session, keys: Sequence[str], sizes: Sequence[int], *, in_arena: bool = False
+    ) -> list[tuple[int, Reservation | WriteOutcome]]:
+        """Reserve room; return (number, reservation) where it was given, (0, outcome) where not.
+
+        `in_arena` says that the client writes to the extents itself.
+        """
         self.expire()
         granted = [session.reserve(size) for size in sizes]
         wanted = [index for index, ok in enumerate(granted) if ok]
-        answers: list[tuple[int, WriteOutcome | None]] = [(0, WriteOutcome.NO_SPACE)] * len(keys)
+        answers: list[tuple[int, Reservation | WriteOutcome]] = [(0, WriteOutcome.NO_SPACE)] * len(keys)
         try:
             results = self._backend.begin_write([keys[i] for i in wanted], [sizes[i] for i in wanted])
         except BaseException:
@@ -113,8 +139,8 @@ class Writes:
                     answers[index] = (0, result)
                 else:
                     number = next(self._numbers)
-                    self._held[number] = Held(session, result, sizes[index], lapses_at)
-                    answers[index] = (number, None)
+                    self._held[number] = Held(session, result, sizes[index], lapses_at, in_arena)
+                    answers[index] = (number, result)
         return answers
 
     def claim(
@@ -161,12 +187,56 @@ class Writes:
         if self._end(upload):
             self._backend.abort([one.reservation for one in upload.held if one is not None])
 
+    def publish(
+        self,
+        session: Session,
+        numbers: Sequence[int],
+        *,
+        generations: Sequence[int],
+        checksums: Sequence[int],
+    ) -> tuple[list[WriteOutcome], int]:
+        """Make visible what the session wrote in the arena; return an outcome per reservation, all of which
+        end, and the bytes taken."""
+        with self._lock:
+            held = [self._pop_of(session, number) for number in numbers]
+        good: list[Held | None] = [None] * len(held)
+        for index, (one, generation) in enumerate(zip(held, generations, strict=True)):
+            if one is not None and one.in_arena and extent_of(one.reservation).generation == generation:
+                extent_of(one.reservation).checksum = checksums[index]
+                good[index] = one
+        self.abort(session, numbers)  # the client writes there no more
+        self._give_back([one for one, ok in zip(held, good, strict=True) if one is not None and ok is None])
+        stored = [one for one in good if one is not None]
+        for one in stored:
+            session.unreserve(one.size)
+        outcomes = iter(self._store.commit([one.reservation for one in stored]))
+        answers = [WriteOutcome.FAILED if one is None else next(outcomes) for one in good]
+        return answers, sum(one.size for one in stored)
+
+    def _pop_of(self, session: Session, number: int) -> Held | None:
+        """Take a reservation of this session out of the table. Called under the lock."""
+        found = self._held.get(number)
+        return self._held.pop(number) if found is not None and found.session is session else None
+
     def abort(self, session: Session, numbers: Sequence[int]) -> None:
         """Give reservations of this session back; others and unknown ones are ignored."""
         with self._lock:
-            mine = [n for n in set(numbers) if n in self._held and self._held[n].session is session]
-            gone = [self._held.pop(number) for number in mine]
+            gone = [one for number in set(numbers) if (one := self._pop_of(session, number)) is not None]
+            mine = [n for n in set(numbers) if n in self._aside and self._aside[n].session is session]
+            aside = [self._aside.pop(number) for number in mine]
         self._give_back(gone)
+        self._end_aside(aside)
+
+    def client_gone(self, session: Session) -> None:
+        """Take back what a client had in the arena: its process is gone and writes no more."""
+        with self._lock:
+            mine = [n for n, one in self._held.items() if one.session is session and one.in_arena]
+            gone = [self._held.pop(number) for number in mine]
+            numbers = [n for n, one in self._aside.items() if one.session is session]
+            aside = [self._aside.pop(number) for number in numbers]
+            self.lapsed += len(gone)
+        self._give_back(gone)
+        self._end_aside(aside)
 
     def expire(self) -> None:
         """Take back what has lapsed and stop uploads that stand still."""
@@ -174,11 +244,17 @@ class Writes:
         with self._lock:
             late = [number for number, one in self._held.items() if one.lapses_at <= now]
             gone = [self._held.pop(number) for number in late]
+            over = [number for number, one in self._aside.items() if one.ends_at <= now]
+            aside = [self._aside.pop(number) for number in over]
             stalled = [upload for upload in self._uploads if upload.progress_at + self._seconds <= now]
             self.lapsed += len(gone) + len(stalled)
         if gone:
             logger.info("took back %d reservations that were neither committed nor aborted", len(gone))
-        self._give_back(gone)
+        self._end_aside(aside)
+        self._give_back([one for one in gone if not one.in_arena])
+        for number, one in zip(late, gone, strict=True):
+            if one.in_arena:
+                self._set_aside(number, one, now)
         for upload in stalled:
             logger.warning("stopping an upload of %d objects that stands still", len(upload.held))
             upload.stop()
@@ -188,7 +264,10 @@ class Writes:
         with self._lock:
             gone = list(self._held.values())
             self._held.clear()
+            aside = list(self._aside.values())
+            self._aside.clear()
         self._give_back(gone)
+        self._end_aside(aside)
 
     def _give_back(self, gone: Sequence[Held]) -> None:
         if not gone:
@@ -196,6 +275,23 @@ class Writes:
         for one in gone:
             one.session.unreserve(one.size)
         self._backend.abort([one.reservation for one in gone])
+
+    def _set_aside(self, number: int, held: Held, now: float) -> None:
+        """Free the key of a lapsed reservation, and keep its place from others."""
+        if self._arena is None:
+            return
+        for extent in self._arena.withdraw([held.reservation]):
+            aside = _Aside(held.session, extent, now + self._seconds * ASIDE_FACTOR)
+            with self._lock:
+                self._aside[number] = aside
+            return
+        held.session.unreserve(held.size)  # the store had ended it
+
+    def _end_aside(self, ended: Sequence[_Aside]) -> None:
+        for one in ended:
+            one.session.unreserve(one.extent.size)
+        if self._arena is not None:
+            self._arena.unpin([one.extent for one in ended])
 
     def _end(self, upload: Upload) -> bool:
         with self._lock:

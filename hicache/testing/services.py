@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -144,6 +145,7 @@ class Service(ABC):
         """Stop it with SIGSTOP: its port still accepts connections, and nothing is answered."""
         os.kill(self.pid, signal.SIGSTOP)
         self._paused = True
+        wait_until_stopped(self.pid)
 
     def resume(self) -> None:
         """Let a paused process go on."""
@@ -295,3 +297,18 @@ def _find_mooncake(program: str) -> Path | None:
             return path
     found = shutil.which(program)
     return Path(found) if found else None
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Wait until every thread of a process that got SIGSTOP stands still: one may answer calls until then."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        states = {
+            stat.read_text().rpartition(")")[2].split()[0]
+            for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+        }
+        if states == {"T"}:
+            return
+        if time.monotonic() > deadline:
+            raise AssertionError(f"process {pid} does not stop: {states}")
+        threading.Event().wait(0.001)

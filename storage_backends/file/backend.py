@@ -59,7 +59,9 @@ class FileBackend(StorageBackend):
         self._clock = clock or SystemClock()
         self._directory = Directory(settings.directory, fsync=settings.fsync)
         self._lock = threading.Lock()
-        self._pending = PendingWrites(ttl_s=settings.reservation_ttl_s)
+        self._pending: PendingWrites[bytearray] = PendingWrites(
+            ttl_s=settings.reservation_ttl_s, allocate=bytearray, view=memoryview
+        )
         self._index = Index(settings) if settings.max_bytes or settings.min_free_bytes else None
         self._counts: Counter[str] = Counter()
         self._closed = False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache.daemon.arena_store import ArenaStore
 from hicache.daemon.server import Daemon
 from hicache.registry import create_backend
 from hicache.storage_backends.base import StorageBackend
@@ -20,6 +21,7 @@ class _OverLoopback(BackendSuite):
     """Clients of one model: they name a fingerprint, with which the suite's keys do not begin."""
 
     fingerprint = "f0"
+    data_planes = "inline"
 
     @pytest.fixture(autouse=True)
     def _daemons(self) -> Iterator[None]:
@@ -32,8 +34,15 @@ class _OverLoopback(BackendSuite):
         return self.client()
 
     def client(self) -> StorageBackend:
-        options = Options(address=self.daemons[-1].address, fingerprint=self.fingerprint)
-        return GrpcBackend.from_options(options)
+        backend = GrpcBackend.from_options(
+            Options(
+                address=self.daemons[-1].address,
+                fingerprint=self.fingerprint,
+                data_planes=self.data_planes,
+            )
+        )
+        assert backend.stats().details["data_plane"] == self.data_planes.partition(",")[0]
+        return backend
 
     def make_peer(self, backend: StorageBackend) -> StorageBackend:
         return self.client()
@@ -45,6 +54,33 @@ class TestGrpc(_OverLoopback, CapacitySuite):
 
     def make_small_backend(self, capacity_bytes: int) -> StorageBackend:
         return self.start(capacity=capacity_bytes, reservation_bytes=capacity_bytes, lease_seconds=0.0)
+
+
+class TestGrpcOverSharedMemory(TestGrpc):
+    """Bytes go through the daemon's arena; the peer is attached to it too."""
+
+    data_planes = "shm,inline"
+
+    @pytest.fixture(autouse=True)
+    def _sound(self, _daemons: None) -> Iterator[None]:
+        yield
+        for daemon in self.daemons:
+            store = daemon._store.backend
+            assert isinstance(store, ArenaStore)
+            store.check_integrity()
+
+
+class TestGrpcInlineBesideSharedMemory(_OverLoopback):
+    """What one replica writes through shared memory, another reads inline, and the reverse."""
+
+    data_planes = "shm,inline"
+
+    def make_backend(self) -> StorageBackend:
+        return self.start()
+
+    def make_peer(self, backend: StorageBackend) -> StorageBackend:
+        self.data_planes = "inline"
+        return self.client()
 
 
 class TestGrpcWithSmallMessages(_OverLoopback):

@@ -350,10 +350,13 @@ class TestOperation:
         names = {service.name for service in reply.list_services_response.service}
         assert {"hicache.v1.Cache", "grpc.health.v1.Health"} <= names
 
-    def test_metrics_count_what_clients_did(self) -> None:
+    @pytest.mark.parametrize(
+        ("planes", "attached", "write_call"), [("inline", 0, "Commit"), ("shm,inline", 1, "Publish")]
+    )
+    def test_metrics_count_what_clients_did(self, planes: str, attached: int, write_call: str) -> None:
         """An operator would see a flat line while the store is evicting everything."""
         with running_daemon(metrics_port=0) as daemon:
-            backend = GrpcBackend.from_options(Options(address=daemon.address))
+            backend = GrpcBackend.from_options(Options(address=daemon.address, data_planes=planes))
             write(backend, {"a": pattern(1000)})
             backend.probe(["a", "b"])
             read(backend, ["a"], 1000)
@@ -366,7 +369,8 @@ class TestOperation:
                 'hicache_daemon_keys_total{operation="write",outcome="stored"} 1.0',
                 "hicache_daemon_sent_bytes_total 1000.0",
                 "hicache_daemon_received_bytes_total 1000.0",
-                'hicache_daemon_calls_total{code="OK",method="Commit"} 1.0',
+                f'hicache_daemon_calls_total{{code="OK",method="{write_call}"}} 1.0',
+                f"hicache_daemon_attached {attached}.0",
                 'hicache_daemon_changes_total{kind="stored"} 1.0',
                 "hicache_daemon_objects 1.0",
                 "hicache_daemon_used_bytes 1000.0",

@@ -148,7 +148,9 @@ class TestDeath:
         script = (
             "import os, signal\n"
             "from hicache.storage_backends import grpc\n"
-            f"backend = grpc.GrpcBackend.from_options(grpc.Options(address={daemon.address!r}))\n"
+            "from hicache.storage_backends.grpc import GrpcBackend, Options\n"
+            f"options = Options(address={daemon.address!r}, data_planes='inline')\n"
+            "backend = GrpcBackend.from_options(options)\n"
             "held = backend.begin_write([f'k{i}' for i in range(40)], [1_000_000] * 40)\n"
             "send = grpc.bulk.upload\n"
             "def torn(*args, **kwargs):\n"

@@ -10,6 +10,7 @@ class DataPlane(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DATA_PLANE_UNSPECIFIED: _ClassVar[DataPlane]
     DATA_PLANE_INLINE: _ClassVar[DataPlane]
+    DATA_PLANE_SHM: _ClassVar[DataPlane]
 
 class WriteOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -28,6 +29,7 @@ class RemovalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVAL_REASON_CLEARED: _ClassVar[RemovalReason]
 DATA_PLANE_UNSPECIFIED: DataPlane
 DATA_PLANE_INLINE: DataPlane
+DATA_PLANE_SHM: DataPlane
 WRITE_OUTCOME_UNSPECIFIED: WriteOutcome
 WRITE_OUTCOME_STORED: WriteOutcome
 WRITE_OUTCOME_EXISTS: WriteOutcome
@@ -38,6 +40,16 @@ REMOVAL_REASON_UNSPECIFIED: RemovalReason
 REMOVAL_REASON_EVICTED: RemovalReason
 REMOVAL_REASON_DELETED: RemovalReason
 REMOVAL_REASON_CLEARED: RemovalReason
+
+class Arena(_message.Message):
+    __slots__ = ("socket", "size_bytes", "table_bytes")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    size_bytes: int
+    table_bytes: int
+    def __init__(self, socket: _Optional[str] = ..., size_bytes: _Optional[int] = ..., table_bytes: _Optional[int] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol_version", "client_id", "client_version", "model_name", "model_fingerprint", "shard", "data_planes", "refuse_other_fingerprint")
@@ -60,7 +72,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., client_version: _Optional[str] = ..., model_name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., shard: _Optional[str] = ..., data_planes: _Optional[_Iterable[_Union[DataPlane, str]]] = ..., refuse_other_fingerprint: bool = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("session", "epoch", "protocol_version", "daemon_version", "store", "data_plane", "scope", "other_fingerprints", "notice", "max_message_bytes", "max_keys", "max_key_bytes", "max_object_bytes", "lease_seconds", "lease_bytes", "reservation_seconds", "reservation_bytes")
+    __slots__ = ("session", "epoch", "protocol_version", "daemon_version", "store", "data_plane", "scope", "other_fingerprints", "notice", "max_message_bytes", "max_keys", "max_key_bytes", "max_object_bytes", "lease_seconds", "lease_bytes", "reservation_seconds", "reservation_bytes", "arena")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +90,7 @@ class HelloReply(_message.Message):
     LEASE_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_SECONDS_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     protocol_version: int
@@ -95,7 +108,8 @@ class HelloReply(_message.Message):
     lease_bytes: int
     reservation_seconds: float
     reservation_bytes: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., daemon_version: _Optional[str] = ..., store: _Optional[str] = ..., data_plane: _Optional[_Union[DataPlane, str]] = ..., scope: _Optional[str] = ..., other_fingerprints: _Optional[_Iterable[str]] = ..., notice: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., max_keys: _Optional[int] = ..., max_key_bytes: _Optional[int] = ..., max_object_bytes: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., lease_bytes: _Optional[int] = ..., reservation_seconds: _Optional[float] = ..., reservation_bytes: _Optional[int] = ...) -> None: ...
+    arena: Arena
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., protocol_version: _Optional[int] = ..., daemon_version: _Optional[str] = ..., store: _Optional[str] = ..., data_plane: _Optional[_Union[DataPlane, str]] = ..., scope: _Optional[str] = ..., other_fingerprints: _Optional[_Iterable[str]] = ..., notice: _Optional[str] = ..., max_message_bytes: _Optional[int] = ..., max_keys: _Optional[int] = ..., max_key_bytes: _Optional[int] = ..., max_object_bytes: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., lease_bytes: _Optional[int] = ..., reservation_seconds: _Optional[float] = ..., reservation_bytes: _Optional[int] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("session", "keys")
@@ -130,22 +144,32 @@ class ReadReply(_message.Message):
     def __init__(self, sizes: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class BeginWriteRequest(_message.Message):
-    __slots__ = ("session", "keys", "sizes")
+    __slots__ = ("session", "keys", "sizes", "in_arena", "release")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
+    IN_ARENA_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
     session: int
     keys: _containers.RepeatedScalarFieldContainer[str]
     sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    in_arena: bool
+    release: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., sizes: _Optional[_Iterable[int]] = ..., in_arena: bool = ..., release: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BeginWriteReply(_message.Message):
-    __slots__ = ("outcomes", "reservations")
+    __slots__ = ("outcomes", "reservations", "offsets", "generations", "ready_bytes")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    READY_BYTES_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedScalarFieldContainer[WriteOutcome]
     reservations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[WriteOutcome, str]]] = ..., reservations: _Optional[_Iterable[int]] = ...) -> None: ...
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    ready_bytes: int
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[WriteOutcome, str]]] = ..., reservations: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., ready_bytes: _Optional[int] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
     __slots__ = ("session", "reservations", "sizes", "data", "last")
@@ -166,6 +190,50 @@ class CommitReply(_message.Message):
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedScalarFieldContainer[WriteOutcome]
     def __init__(self, outcomes: _Optional[_Iterable[_Union[WriteOutcome, str]]] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("session", "keys", "limits", "release")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    limits: _containers.RepeatedScalarFieldContainer[int]
+    release: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., limits: _Optional[_Iterable[int]] = ..., release: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LocateReply(_message.Message):
+    __slots__ = ("grant", "sizes", "offsets", "slots", "generations", "checksums", "ready_bytes")
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    READY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    grant: int
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    ready_bytes: int
+    def __init__(self, grant: _Optional[int] = ..., sizes: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., ready_bytes: _Optional[int] = ...) -> None: ...
+
+class PublishRequest(_message.Message):
+    __slots__ = ("session", "reservations", "generations", "checksums", "release")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    reservations: _containers.RepeatedScalarFieldContainer[int]
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    release: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., reservations: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., release: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("session", "reservations")
@@ -277,7 +345,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsReply(_message.Message):
-    __slots__ = ("epoch", "daemon_version", "store", "uptime_seconds", "draining", "objects", "used_bytes", "capacity_bytes", "sessions", "reservations", "reserved_bytes", "watchers", "counters")
+    __slots__ = ("epoch", "daemon_version", "store", "uptime_seconds", "draining", "objects", "used_bytes", "capacity_bytes", "sessions", "reservations", "reserved_bytes", "watchers", "counters", "data_planes", "arena_bytes")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -285,6 +353,13 @@ class StatsReply(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class DataPlanesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DAEMON_VERSION_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
@@ -298,6 +373,8 @@ class StatsReply(_message.Message):
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     WATCHERS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DATA_PLANES_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     daemon_version: str
     store: str
@@ -311,4 +388,6 @@ class StatsReply(_message.Message):
     reserved_bytes: int
     watchers: int
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, epoch: _Optional[int] = ..., daemon_version: _Optional[str] = ..., store: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., draining: bool = ..., objects: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., reservations: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., watchers: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    data_planes: _containers.ScalarMap[str, int]
+    arena_bytes: int
+    def __init__(self, epoch: _Optional[int] = ..., daemon_version: _Optional[str] = ..., store: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., draining: bool = ..., objects: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., reservations: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., watchers: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., data_planes: _Optional[_Mapping[str, int]] = ..., arena_bytes: _Optional[int] = ...) -> None: ...

@@ -59,6 +59,16 @@ class CacheStub(object):
                 request_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitRequest.SerializeToString,
                 response_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitReply.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/hicache.v1.Cache/Locate',
+                request_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.LocateRequest.SerializeToString,
+                response_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.LocateReply.FromString,
+                _registered_method=True)
+        self.Publish = channel.unary_unary(
+                '/hicache.v1.Cache/Publish',
+                request_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.PublishRequest.SerializeToString,
+                response_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/hicache.v1.Cache/Abort',
                 request_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.AbortRequest.SerializeToString,
@@ -128,6 +138,23 @@ class CacheServicer(object):
         """Fills reservations and makes each visible, once the message that says `last` is there and not
         before: a stream that breaks leaves nothing visible. The first message names reservations and
         sizes; every message may carry data.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """The same two steps where bytes travel through the arena, memory that daemon and client both map.
+        Locate says where objects lie and protects the places for the lease time. The client copies,
+        compares each copy with the checksum, and then looks whether the slot of each place still holds
+        its generation: only then is the copy the object. A grant ends by `release` in a later request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Publish(self, request, context):
+        """Makes visible what the client has written to the places that BeginWrite gave it in the arena.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +231,16 @@ def add_CacheServicer_to_server(servicer, server):
             'Commit': grpc.stream_unary_rpc_method_handler(
                     servicer.Commit,
                     request_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitRequest.FromString,
+                    response_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitReply.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.LocateRequest.FromString,
+                    response_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.LocateReply.SerializeToString,
+            ),
+            'Publish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Publish,
+                    request_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.PublishRequest.FromString,
                     response_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
@@ -371,6 +408,60 @@ class Cache(object):
             target,
             '/hicache.v1.Cache/Commit',
             hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitRequest.SerializeToString,
+            hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Cache/Locate',
+            hicache_dot_rpc_dot_v1_dot_cache__pb2.LocateRequest.SerializeToString,
+            hicache_dot_rpc_dot_v1_dot_cache__pb2.LocateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Publish(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Cache/Publish',
+            hicache_dot_rpc_dot_v1_dot_cache__pb2.PublishRequest.SerializeToString,
             hicache_dot_rpc_dot_v1_dot_cache__pb2.CommitReply.FromString,
             options,
             channel_credentials,
