@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -23,6 +24,7 @@ _SESSION = struct.Struct("<Q")
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _BACKLOG = 64
 _GREETING_S = 5.0
+_DYING_S = 2.0  # from the end of a killed process's connections to its own
 
 Answer = Callable[[bytes], tuple[int, bytes]]  # a request's bytes to a status code and a reply's, or why not
 
@@ -31,12 +33,18 @@ class Attachments:
     """Attached clients, a connection and a thread each. `_lock` guards the tables; no call runs under it."""
 
     def __init__(
-        self, fd: int, *, most: int, answers: Mapping[str, Answer], on_gone: Callable[[int], None]
+        self,
+        fd: int,
+        *,
+        most: int,
+        answers: Mapping[str, Answer],
+        on_gone: Callable[[int, Callable[[], bool]], None],
     ) -> None:
         """Listen at once, hand `fd` to clients and answer their calls.
 
-        `on_gone` is called with each session whose connection ended, from that client's thread. Raises
-        OSError where there are no such sockets.
+        `on_gone` is called with each session whose connection ended, from that client's thread, and with a
+        function that says whether its process has ended too, which may take _DYING_S. Raises OSError where
+        there are no such sockets.
         """
         self.name = f"hicache-{os.getpid()}-{secrets.token_hex(8)}"
         self._fd = fd
@@ -91,11 +99,13 @@ class Attachments:
 
     def _welcome(self, connection: socket.socket) -> bool:
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        _, uid, _ = _PEER.unpack(peer)
+        pid, uid, _ = _PEER.unpack(peer)
         if uid != os.geteuid():
             logger.warning("a client of user %d is not given the arena", uid)
             return False
-        thread = threading.Thread(target=self._serve, args=(connection,), name="hicache-client", daemon=True)
+        thread = threading.Thread(
+            target=self._serve, args=(connection, pid), name="hicache-client", daemon=True
+        )
         with self._lock:
             if len(self._clients) >= self._most or self._closed:
                 return False
@@ -103,8 +113,9 @@ class Attachments:
         thread.start()
         return True
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, pid: int) -> None:
         session = None
+        process = _open_process(pid)
         try:
             session = self._greet(connection)
             frames = local.Frames(connection)
@@ -118,7 +129,9 @@ class Attachments:
         except Exception:
             logger.exception("a client of the arena is given up")
         finally:
-            self._forget(connection, session)
+            self._forget(connection, session, process)
+            if process is not None:
+                os.close(process)
 
     def _greet(self, connection: socket.socket) -> int:
         connection.settimeout(_GREETING_S)
@@ -131,7 +144,7 @@ class Attachments:
         socket.send_fds(connection, [b"\1"], [self._fd])
         return session
 
-    def _forget(self, connection: socket.socket, session: int | None) -> None:
+    def _forget(self, connection: socket.socket, session: int | None, process: int | None) -> None:
         with self._lock:
             self._clients.pop(connection, None)
             if session is not None:
@@ -140,6 +153,23 @@ class Attachments:
         if session is None:
             return
         try:
-            self._on_gone(session)
+            self._on_gone(session, lambda: _has_ended(process))
         except Exception:
             logger.exception("what session %d held could not be taken back", session)
+
+
+def _open_process(pid: int) -> int | None:
+    """Return a descriptor of a process, or None where it cannot be seen from here."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except OSError:
+        return None
+
+
+def _has_ended(process: int | None) -> bool:
+    """Return whether a process has ended, waiting for one that is being killed."""
+    if process is None:
+        return False
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(_DYING_S * 1000))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
@@ -14,7 +14,7 @@ from hicache.daemon.attach import Answer, Attachments
 from hicache.daemon.edge import Refusal
 from hicache.daemon.grants import Grants
 from hicache.daemon.sessions import Session, Sessions
-from hicache.daemon.writes import Writes
+from hicache.daemon.writes import WriterState, Writes
 from hicache.rpc.v1 import cache_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,11 @@ class ArenaPlane:
         self._attachments.close()
         self.grants.drop()
 
-    def _client_gone(self, session_id: int) -> None:
+    def _client_gone(self, session_id: int, has_ended: Callable[[], bool]) -> None:
         self.grants.drop(session_id)
         session = self._sessions.find(session_id)
-        if session is not None:
-            self._writes.client_gone(session)
+        if session is not None and self._writes.in_arena(session):
+            self._writes.client_gone(session, WriterState.ENDED if has_ended() else WriterState.LIVES)
 
 
 def open_plane(

@@ -278,6 +278,7 @@ class CacheService:
         if self._plane is None:
             raise Refusal(grpc.StatusCode.FAILED_PRECONDITION, "this daemon has no arena")
         self._plane.check_attached(session)
+        self._plane.grants.expire()
         self._plane.grants.release(session.id, release)
         return self._plane
 

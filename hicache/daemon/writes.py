@@ -12,6 +12,7 @@ reserved --publish--> visible                          bytes written in the aren
 
 from __future__ import annotations
 
+import enum
 import itertools
 import logging
 import threading
@@ -30,6 +31,13 @@ logger = logging.getLogger(__name__)
 
 # How much longer than a reservation its place in the arena is kept from others while its client lives.
 ASIDE_FACTOR = 10
+
+
+class WriterState(enum.Enum):
+    """What is known of a process that is no longer attached."""
+
+    LIVES = "lives"  # or may: it closed its connection, perhaps with a thread that still writes
+    ENDED = "ended"
 
 
 class BadUpload(Exception):
@@ -111,9 +119,11 @@ class Writes:
         return len(self._held) + sum(len(upload.held) for upload in tuple(self._uploads))
 
     def reserved_bytes(self) -> int:
+        """Return the bytes of all reservations, and of places kept from others after one lapsed."""
         with self._lock:
+            aside = sum(one.extent.size for one in self._aside.values())
             held = [*self._held.values(), *(one for upload in self._uploads for one in upload.held if one)]
-        return sum(one.size for one in held)
+        return aside + sum(one.size for one in held)
 
     def begin(
         self, session: Session, keys: Sequence[str], sizes: Sequence[int], *, in_arena: bool = False
@@ -227,16 +237,29 @@ class Writes:
         self._give_back(gone)
         self._end_aside(aside)
 
-    def client_gone(self, session: Session) -> None:
-        """Take back what a client had in the arena: its process is gone and writes no more."""
+    def in_arena(self, session: Session) -> bool:
+        """Return whether a session has places in the arena that it may write to."""
+        with self._lock:
+            held = any(one.session is session and one.in_arena for one in self._held.values())
+            return held or any(one.session is session for one in self._aside.values())
+
+    def client_gone(self, session: Session, writer: WriterState) -> None:
+        """Take back what a client had in the arena, at once if nobody is left who could write there."""
+        now = self._clock.now()
+        aside = []
         with self._lock:
             mine = [n for n, one in self._held.items() if one.session is session and one.in_arena]
             gone = [self._held.pop(number) for number in mine]
-            numbers = [n for n, one in self._aside.items() if one.session is session]
-            aside = [self._aside.pop(number) for number in numbers]
+            if writer is WriterState.ENDED:
+                numbers = [n for n, one in self._aside.items() if one.session is session]
+                aside = [self._aside.pop(number) for number in numbers]
             self.lapsed += len(gone)
-        self._give_back(gone)
-        self._end_aside(aside)
+        if writer is WriterState.ENDED:
+            self._give_back(gone)
+            self._end_aside(aside)
+        else:
+            for number, one in zip(mine, gone, strict=True):
+                self._set_aside(number, one, now)
 
     def expire(self) -> None:
         """Take back what has lapsed and stop uploads that stand still."""
