@@ -114,7 +114,7 @@ $(VENV)/.dev: $(VENV)/.demo
 	@touch $@
 
 # Only the interface of SGLang, for tests without its server; without a network those are skipped and say so.
-.venv-sglang-wheel/.made: $(VENV)/.test hicache/integrations/sglang/__init__.py
+.venv-sglang-wheel/.made: $(VENV)/.test hicache/integrations/sglang/__init__.py hicache/testing/sglang_wheel.py
 	@$(BIN)/python -m hicache.testing.sglang_wheel $(@D) && touch $@ || echo "no SGLang wheel; its tests are skipped"
 
 .venv-sglang/.made: pyproject.toml tests/sglang/requirements.txt tests/sglang/install_sglang.sh

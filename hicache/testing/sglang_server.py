@@ -81,14 +81,14 @@ class SglangServer(Service):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(directory, arguments=arguments)
-        self._model = model
+        self.model = model
         self._extra_config = extra_config
         self.environment = dict(environment or {})
 
     def _command(self) -> list[str]:
         return [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(self._model)),
-            *("--served-model-name", self._model.name, "--port", str(self.port), "--device", "cpu"),
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(self.model)),
+            *("--served-model-name", self.model.name, "--port", str(self.port), "--device", "cpu"),
             *("--skip-tokenizer-init", "--skip-server-warmup", "--attention-backend", "torch_native"),
             *("--max-total-tokens", "8192", "--max-running-requests", "8", "--disable-overlap-schedule"),
             *("--random-seed", "1", "--admin-api-key", ADMIN_KEY, "--page-size", "64"),

@@ -26,6 +26,8 @@ _WANTED = (
     "sglang/srt/mem_cache/pool_host/",
     "sglang/srt/mem_cache/hybrid_cache/",
     "sglang/srt/arg_groups/",
+    "sglang/srt/plugins/",
+    "sglang/srt/managers/scheduler_components/weight_updater.py",
     "sglang/srt/observability/metrics_collector.py",
     "sglang/version.py",
 )

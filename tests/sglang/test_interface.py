@@ -179,3 +179,49 @@ def test_a_query_before_the_pools_are_known_is_a_miss(interface: types.ModuleTyp
     assert backend.get(KEY, torch.zeros(4)) is None
     assert backend.set(KEY, torch.zeros(4)) is False
     assert backend.exists(KEY) is False
+
+
+def test_changed_weights_turn_l3_off(interface: types.ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """After an update in place, KV of the old weights would be served to the new ones."""
+    from hicache.integrations.sglang import live
+    from hicache.integrations.sglang.storage import HiCacheStorageBackend
+
+    backend = HiCacheStorageBackend(FakeConfig(), {})
+    pool = MHATokenToKVPoolHost()
+    backend.register_mem_pool_host(pool)
+    backend.on_host_pools_registered()
+    assert backend.batch_set_v1([KEY], indices(pool, 0)) == [True]
+    live.weights_changed()
+    assert backend.batch_exists([KEY]) == 0
+    assert backend.batch_set_v1([KEY], indices(pool, 0)) == [False]
+    assert "attach L3 anew with another weight_version" in caplog.text
+    backend.close()
+    live.weights_changed()
+
+
+def test_sglang_has_the_methods_by_which_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renamed method would leave the old weights' KV in use, and only a log line of SGLang would tell."""
+    import ast
+    from importlib import util
+
+    from sglang.srt.plugins import hook_registry
+
+    from hicache.integrations.sglang import plugin
+
+    registered: list[str] = []
+    monkeypatch.setattr(
+        hook_registry.HookRegistry, "register", lambda target, hook, kind: registered.append(target)
+    )
+    plugin._listen()
+    assert registered == list(plugin.UPDATES)
+    module, class_name, _ = plugin.UPDATES[0].rsplit(".", 2)
+    found = util.find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    with open(found.origin) as source:
+        tree = ast.parse(source.read())
+    (updater,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
+    methods = {node.name for node in updater.body if isinstance(node, ast.FunctionDef)}
+    assert {target.rsplit(".", 1)[1] for target in plugin.UPDATES} == {
+        name for name in methods if name.startswith("update_weights_from_")
+    }

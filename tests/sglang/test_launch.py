@@ -141,6 +141,7 @@ def test_the_plugin_says_once_what_is_installed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang runs it in every process; one line is information, eight are noise."""
+    monkeypatch.setattr(plugin, "_listen", lambda: None)
     monkeypatch.setattr(plugin.metadata, "version", {"hicache-tiered": "1.2", "sglang": "0.5.23"}.get)
     with caplog.at_level(logging.INFO):
         plugin.activate()

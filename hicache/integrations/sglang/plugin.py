@@ -1,6 +1,7 @@
 """The entry point that SGLang runs in each of its processes: says once what is installed beside it.
 
-It changes nothing in SGLang; the storage backend is chosen by flags alone.
+The storage backend is chosen by flags alone; the one thing done here is to listen for changes of the weights,
+of which SGLang does not tell its storage.
 """
 
 from __future__ import annotations
@@ -9,13 +10,21 @@ import logging
 import multiprocessing
 from importlib import metadata
 
-from hicache.integrations.sglang import TESTED_VERSIONS
+from hicache.integrations.sglang import TESTED_VERSIONS, live
 
 logger = logging.getLogger(__name__)
 
 
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATES = tuple(
+    f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")
+)
+"""What SGLang's scheduler changes weights by."""
+
+
 def activate() -> None:
-    """Log one line in SGLang's first process; nothing in the others."""
+    """Hear of changes of the weights; log one line in SGLang's first process."""
+    _listen()
     if multiprocessing.parent_process() is not None:
         return
     ours, theirs = metadata.version("hicache-tiered"), metadata.version("sglang")
@@ -28,3 +37,15 @@ def activate() -> None:
         theirs,
         "tested" if tested else f"never tested; tested are {', '.join(TESTED_VERSIONS)}",
     )
+
+
+def _listen() -> None:
+    # Only SGLang runs this; elsewhere, as in --help, it is not there.
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    for target in UPDATES:
+        HookRegistry.register(target, _before_update, HookType.BEFORE)
+
+
+def _before_update(*args: object, **kwargs: object) -> None:
+    live.weights_changed()

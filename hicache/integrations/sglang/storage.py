@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 
 from hicache.clock import SystemClock
 from hicache.errors import BackendUnavailable
-from hicache.integrations.sglang import guard
+from hicache.integrations.sglang import guard, live
 from hicache.integrations.sglang.adapter import KV, Adapter
 from hicache.integrations.sglang.contract import ExtraInfo, HostPool, Refused, StorageConfig, Transfer, text
 from hicache.integrations.sglang.identity import Identity, freeze
@@ -60,6 +60,7 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang shi
         self._off, notice = guard.check(_sglang_version(), hicache_storage)
         if notice:
             logger.warning("HiCache: %s", notice)
+        live.add(self)
         if storage_config.should_split_heads:
             logger.warning(
                 "HiCache: tp_lcm_size does not widen sharing here: objects are those of one TP width"
@@ -80,6 +81,15 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang shi
         self._registered = True
         self._start()
 
+    def weights_changed(self) -> None:
+        """Turn L3 off before the weights are another's; what is stored belongs to the old ones."""
+        self._off = (
+            "the weights are being changed at run time: attach L3 anew with another weight_version, by "
+            "DELETE and PUT of /hicache/storage-backend"
+        )
+        if self._registered and not self._closed:
+            self._start()
+
     def _register(self, pool: HostPool, name: str) -> None:
         known = self._host_pools.get(name)
         self._host_pools[name] = pool
@@ -93,11 +103,12 @@ class HiCacheStorageBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang shi
             before.close()
         if self._closed:
             return
+        adapter: Adapter | None = None
         try:
             adapter = self._make_adapter()
         except Refused as refusal:
             self._off = str(refusal)
-        if self._off:
+        if adapter is None:
             logger.error("HiCache: L3 is off, SGLang serves without it: %s", self._off)
             return
         with self._lock:

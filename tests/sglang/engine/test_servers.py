@@ -210,6 +210,29 @@ def test_the_backend_can_be_taken_off_and_put_back(world: World) -> None:
     assert world.b.generate(tokens).storage == HIT
 
 
+def test_an_update_of_the_weights_turns_l3_off_until_it_is_attached_anew(world: World) -> None:
+    """KV of the old weights must not be read with the new ones; SGLang itself empties L1 and L2 only."""
+    tokens = prompt(11)
+    world.a.generate(tokens)
+    until(lambda: world.stored(tokens))
+    world.b.flush()
+    model = {"model_path": str(world.b.model)}
+    status, text = world.b.call("POST", "/update_weights_from_disk", model)
+    assert status == 200, text
+    assert "the weights are being changed at run time" in world.b.log
+    assert world.b.generate(tokens).cached == 0
+    world.b.flush()
+    assert world.b.call("DELETE", "/hicache/storage-backend")[0] == 200
+    new = {**extra_config(world.daemon), "weight_version": "2"}
+    body = {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config_json": json.dumps(new),
+    }
+    status, text = world.b.call("PUT", "/hicache/storage-backend", body)
+    assert status == 200, text
+    assert world.b.generate(tokens).cached == 0
+
+
 def test_a_restarted_server_hits_also_while_faults_are_injected(world: World) -> None:
     """SGLang's own fault injector on: answers stay those of a hit or of a cold run, the server stays up."""
     tokens = prompt(8)

@@ -88,3 +88,5 @@ def install() -> None:
     # Host pools ask for pinned memory whatever the platform says.
     base = importlib.import_module(f"{_POOLS}.base")
     base.HostKVCache.pin_memory = property(lambda self: False, lambda self, wanted: None)
+    # ... and leave 10 GiB of the machine free, which small machines do not have.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
