@@ -25,7 +25,7 @@ from hicache.rpc.v1 import cache_pb2 as pb
 _SESSION = struct.Struct("<Q")
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _PAGE = mmap.PAGESIZE
-_CHUNK = 1 << 20  # bytes copied before they are hashed, while they are in the processor's cache
+_CHUNK = 256 << 10  # bytes copied before they are hashed: in the cache, where hashing is almost free
 _MAX_KEPT_RELEASES = 1024
 
 

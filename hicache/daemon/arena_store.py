@@ -136,7 +136,7 @@ class ArenaStore(ObjectStore[Extent]):
             self._next_slot += 1
         else:
             raise MemoryError(f"all {self._num_slots} slots are taken")
-        generation = int(self.segment.generations[slot]) + 1
+        generation = self.segment.generations[slot] + 1
         extent = self._map.take(size, slot=slot, generation=generation)
         if extent is None:
             self._free_slots.append(slot)
@@ -326,7 +326,7 @@ class ArenaStore(ObjectStore[Extent]):
             self._map.check_integrity()
             objects = reserved = lingering = 0
             for extent in self._map:
-                if int(self.segment.generations[extent.slot]) != extent.generation:
+                if self.segment.generations[extent.slot] != extent.generation:
                     raise AssertionError(
                         f"arena: slot {extent.slot} is not of generation {extent.generation}"
                     )

@@ -11,9 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-
-import numpy as np
-import numpy.typing as npt
+import sys
 
 from hicache.rpc import mapping
 
@@ -30,6 +28,8 @@ class Segment:
 
     def __init__(self, data_bytes: int, *, slots: int) -> None:
         """Raises OSError where the system has no such files or no memory for the table."""
+        if sys.byteorder != "little":
+            raise OSError("the table of generations is little-endian")
         self.table_bytes = _pages(slots * SLOT_BYTES)
         self.size_bytes = self.table_bytes + _pages(data_bytes)
         self.ready_bytes = self.table_bytes
@@ -47,7 +47,7 @@ class Segment:
             raise
         self.memory = memoryview(self._map)
         # An aligned 8-byte store is whole to every reader.
-        self.generations: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype="<u8", count=slots)
+        self.generations = self.memory[: slots * SLOT_BYTES].cast("Q")
 
     def grow(self, size: int) -> int:
         """Give memory to at most `size` more bytes; return how many got it, a multiple of the page size.

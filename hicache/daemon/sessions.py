@@ -77,13 +77,14 @@ class Session:
                 self._leased += size - counted
         return len(names)
 
-    def reserve(self, size: int) -> bool:
-        """Count `size` bytes as reserved, or return False if that is beyond this session's share."""
+    def reserve(self, sizes: Sequence[int]) -> list[bool]:
+        """Count bytes as reserved, as far as this session's share goes; return which of them were."""
         with self._lock:
-            if self._reserved + size > self._reservation_limit:
-                return False
-            self._reserved += size
-            return True
+            granted = []
+            for size in sizes:
+                granted.append(self._reserved + size <= self._reservation_limit)
+                self._reserved += size if granted[-1] else 0
+            return granted
 
     def unreserve(self, size: int) -> None:
         with self._lock:

@@ -133,7 +133,7 @@ class Writes:
         `in_arena` says that the client writes to the extents itself.
         """
         self.expire()
-        granted = [session.reserve(size) for size in sizes]
+        granted = session.reserve(sizes)
         wanted = [index for index, ok in enumerate(granted) if ok]
         answers: list[tuple[int, Reservation | WriteOutcome]] = [(0, WriteOutcome.NO_SPACE)] * len(keys)
         try:
@@ -217,8 +217,7 @@ class Writes:
         self.abort(session, numbers)  # the client writes there no more
         self._give_back([one for one, ok in zip(held, good, strict=True) if one is not None and ok is None])
         stored = [one for one in good if one is not None]
-        for one in stored:
-            session.unreserve(one.size)
+        session.unreserve(sum(one.size for one in stored))
         outcomes = iter(self._store.commit([one.reservation for one in stored]))
         answers = [WriteOutcome.FAILED if one is None else next(outcomes) for one in good]
         return answers, sum(one.size for one in stored)

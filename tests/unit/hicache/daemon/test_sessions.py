@@ -42,7 +42,7 @@ def test_a_session_with_a_reservation_is_not_idle() -> None:
     clock = ManualClock()
     sessions = make(clock)
     busy, idle = sessions.open(Identity("busy")), sessions.open(Identity("idle"))
-    assert busy.reserve(10)
+    assert busy.reserve([10]) == [True]
     clock.advance(601.0)
     sessions.drop_idle()
     assert sessions.get(busy.id) is busy
