@@ -8,36 +8,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from hicache.cache.jobs import Jobs
 from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch import Prefetcher
 from hicache.cache.stats import CacheStats
+from hicache.cache.tables import PageTables, Running, clear_tables
 from hicache.cache.writing import WriteDown
 from hicache.clock import Clock
-from hicache.config.cache import CacheConfig, StateCheckpoints
+from hicache.config.cache import CacheConfig
 from hicache.errors import ConfigError, InvariantViolation
-from hicache.request import Capture, Request
+from hicache.request import Request
 from hicache.spec import ModelSpec
 from hicache.transfer.base import Done, Executor, JobKind, Move
 from hicache.tree.base import Lease, Match, PathSlots, TreeCore, TreeRules
 from hicache.types import NO_SLOT, CachedTokens, Component, Slots, Tier
 
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
-
-
-@dataclass(slots=True)
-class _Running:
-    """What the cache keeps of an admitted request besides its page tables."""
-
-    total_pages: int  # the most FULL pages it may ever need
-    owned: dict[Component, set[int]] = field(default_factory=dict)  # private slots, not in the tree
-    states: list[tuple[int, int]] = field(default_factory=list)  # captured (boundary, slot), to be committed
-    host_lease: Lease | None = None  # source of a load in flight
-    moves: list[Move] = field(default_factory=list)  # of the load in flight
-    spoiled: bool = False  # its load failed: nothing it has may reach the tree
-    leaving: Lease | None = None  # ended while loading: the device lease, released when the load ends
 
 
 class HiCache:
@@ -67,14 +54,15 @@ class HiCache:
         write_back = config.hicache_write_policy.value == "write_back"
         copies = Copies.LAST if write_back else Copies.KEPT
         self.pools = PagePools(tree, device, host, self.stats, copies=copies)
+        self._tables = PageTables(tree, self.pools, self.rules, config, clock)
         self._check_capacities(device)
         self._jobs = Jobs()
         self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats)
         self._prefetcher = Prefetcher(
             tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats
         )
-        self._running: dict[Request, _Running] = {}
-        self._leaving: list[_Running] = []  # ended while their load was in flight
+        self._running: dict[Request, Running] = {}
+        self._leaving: list[Running] = []  # ended while their load was in flight
 
     def _check_capacities(self, device: Mapping[Component, int]) -> None:
         """The oldest request must be able to run alone (law 11)."""
@@ -155,9 +143,9 @@ class HiCache:
             self.tree.release(lease)
             self.tree.release(host_lease)
             return False
-        running = _Running(total, {c: set(taken[c]) for c in load})
+        running = Running(total, {c: set(taken[c]) for c in load})
         self._running[request] = running
-        self._take_path(request, path, taken, holes)
+        self._tables.take_path(request, path, taken, holes)
         request.lease, request.branch = lease, found.branch
         hits = 0 if request.admissions else 1  # the same request again is no second access
         self.tree.touch(lease, self.clock.now(), priority=request.priority, hits=hits)
@@ -171,26 +159,10 @@ class HiCache:
         """FULL pages that running requests may still ask for."""
         return sum(r.total_pages - len(q.full) for q, r in self._running.items())
 
-    def _take_path(
-        self, request: Request, path: PathSlots, taken: dict[Component, Slots], holes: list[int]
-    ) -> None:
-        request.full = path.full_device + taken[FULL]
-        if SWA in taken:
-            window = array("i", path.swa_device)
-            for i, slot in zip(holes, taken[SWA], strict=True):
-                window[i] = slot
-            request.swa = array("i", [NO_SLOT]) * path.window_start + window
-        if MAMBA in taken:
-            request.state, request.track = taken[MAMBA]
-            request.track_position = -1
-        request.computed = path.boundary * self.rules.page_size
-        # The tree adopts what was loaded at the first commit, once every layer has been read.
-        request.committed = len(path.full_device)
-
     def _start_load(
         self,
         request: Request,
-        running: _Running,
+        running: Running,
         path: PathSlots,
         taken: dict[Component, Slots],
         holes: list[int],
@@ -212,7 +184,7 @@ class HiCache:
         job = self._jobs.open(JobKind.LOAD, lambda done: self._loaded(done, request, running))
         request.load = self.executor.start_load(job, moves)
 
-    def _loaded(self, done: Done, request: Request, running: _Running) -> None:
+    def _loaded(self, done: Done, request: Request, running: Running) -> None:
         moves, running.moves = running.moves, []
         if running.host_lease is not None:
             self.tree.release(running.host_lease)
@@ -252,48 +224,7 @@ class HiCache:
 
         False if L1 cannot give the pages now: nothing has changed, let transfers end and try again.
         """
-        running = self._running[request]
-        more = -(-end // self.rules.page_size) - len(request.full)
-        if more > 0:
-            wanted = {FULL: more, SWA: more} if SWA in self.spec.kinds else {FULL: more}
-            taken = self.pools.allocate(Tier.DEVICE, wanted)
-            if taken is None:
-                return False
-            request.full += taken[FULL]
-            running.owned[FULL].update(taken[FULL])
-            if SWA in taken:
-                request.swa += taken[SWA]
-                running.owned[SWA].update(taken[SWA])
-        if request.state != NO_SLOT:
-            self._plan_captures(request, running, end)
-        return True
-
-    def _plan_captures(self, request: Request, running: _Running, end: int) -> None:
-        """Choose the boundaries whose MAMBA state the coming step must leave behind."""
-        page, start = self.rules.page_size, request.computed
-        last = end // page * page
-        request.captures = []
-        if last <= start:
-            return
-        request.captures.append(Capture(last, request.track))
-        request.track_position = last
-        if end - start == 1:
-            return  # decode: only the rolling capture
-        wanted = [b * page for b in request.branch] + [(request.prompt_length - 1) // page * page]
-        if self.config.mamba_prefill_checkpoints is StateCheckpoints.INTERVAL:
-            step = self.config.mamba_track_interval
-            wanted += range((start // step + 1) * step, end, step)
-        for position in dict.fromkeys(wanted):  # dearest first: a full pool drops the rest
-            if not start < position <= end or position == last:
-                continue
-            taken = self.pools.allocate(Tier.DEVICE, {MAMBA: 1})
-            if taken is None:
-                break
-            slot = taken[MAMBA][0]
-            running.owned[MAMBA].add(slot)
-            running.states.append((position // page, slot))
-            request.captures.append(Capture(position, slot))
-        request.captures.sort(key=lambda c: c.position)
+        return self._tables.extend(request, self._running[request], end)
 
     def computed(self, request: Request, end: int) -> None:
         """The runner has computed tokens [0, end). Commits where a boundary is to be kept."""
@@ -305,57 +236,8 @@ class HiCache:
 
     def _commit(self, request: Request) -> None:
         """Move whole computed pages into the tree, and the lease with them; then write down."""
-        running, end = self._running[request], request.computed // self.rules.page_size
-        start = request.committed
-        if end <= start or request.lease is None:
-            return
-        if request.track != NO_SLOT and request.track_position == end * self.rules.page_size:
-            spare = self.pools.allocate(Tier.DEVICE, {MAMBA: 1})
-            if spare is not None:
-                running.states.append((end, request.track))
-                request.track = spare[MAMBA][0]
-                request.track_position = -1
-                running.owned[MAMBA].add(request.track)
-        states = sorted(s for s in running.states if s[0] <= end)
-        running.states = [s for s in running.states if s[0] > end]
-        offered = {
-            FULL: request.full[start:end],
-            SWA: request.swa[start:end],
-            MAMBA: array("i", (slot for _, slot in states)),
-        }
-        inserted = self.tree.insert(
-            request.lease,
-            request.tokens,
-            start,
-            end,
-            full=offered[FULL],
-            swa=offered[SWA] if SWA in self.spec.kinds else None,
-            states=states,
-            now=self.clock.now(),
-            priority=request.priority,
-        )
-        for component in self.spec.kinds:
-            running.owned[component].difference_update(offered[component])
-            self.pools.free(Tier.DEVICE, component, inserted.duplicates.get(component, array("i")))
-        request.full[start:end] = inserted.full
-        if SWA in self.spec.kinds:
-            request.swa[start:end] = inserted.swa
-            self._drop_old_window(request, running, end)
-        request.committed = end
-        self._writing.committed(request.lease, request)
-
-    def _drop_old_window(self, request: Request, running: _Running, end: int) -> None:
-        """Forget SWA pages that no token from `end` on looks at; the private ones among them are freed.
-
-        The tree's own are no longer leased there, and may be anybody's from now on.
-        """
-        owned = running.owned[SWA]
-        first = max(0, end - self.rules.window_pages)
-        # Pages loaded for the admission window may be private; those from `committed` on were offered.
-        old = array("i", (s for s in request.swa[: min(first, request.committed)] if s in owned))
-        owned.difference_update(old)
-        self.pools.free(Tier.DEVICE, SWA, old)
-        request.swa[:first] = array("i", [NO_SLOT]) * first
+        if self._tables.commit(request, self._running[request]) and request.lease is not None:
+            self._writing.committed(request.lease, request)
 
     def finish(self, request: Request) -> None:
         """Commit what is whole and let go of the rest."""
@@ -397,15 +279,10 @@ class HiCache:
             self._leaving.append(running)
         else:
             self._release(running, lease)
-        request.lease, request.load = None, None
-        request.full, request.swa = array("i"), array("i")
-        request.state = request.track = NO_SLOT
-        request.captures, request.committed = [], 0
-        request.computed = 0
+        clear_tables(request)
 
-    def _release(self, running: _Running, lease: Lease) -> None:
-        for component, slots in running.owned.items():
-            self.pools.free(Tier.DEVICE, component, array("i", slots))
+    def _release(self, running: Running, lease: Lease) -> None:
+        self._tables.free(running)
         self.tree.release(lease)
         self._writing.let_go()
 
