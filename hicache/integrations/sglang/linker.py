@@ -20,10 +20,10 @@ import torch
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.runtime_context import get_model, get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 from hicache.clock import SystemClock
-from hicache.integrations.sglang import TESTED_VERSIONS, guard
+from hicache.integrations.sglang import TESTED_VERSIONS, guard, live
 from hicache.integrations.sglang.contract import Refused
 from hicache.integrations.sglang.direct.assemble import device_pools
 from hicache.integrations.sglang.direct.core import DeviceTransfer, LinkerCore
@@ -94,6 +94,7 @@ class HiCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships n
             logger.error("HiCache: L3 is off, SGLang serves without it: %s", self._off)
             return
         self.layer_done_counter = self._core.gates
+        live.add(self)
         if hicache_storage.PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
 
@@ -158,7 +159,7 @@ class HiCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships n
             is_mla_model=replicated,
             enable_storage_metrics=False,
             is_page_first_layout=False,
-            model_name=_model_name(),
+            model_name=get_serving().served_model_name,
         )
 
     def _open_backend(self, identity: Identity, config: HiCacheStorageConfig) -> StorageBackend:
@@ -221,6 +222,13 @@ class HiCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang ships n
             counters = ", ".join(f"{name} {value:g}" for name, value in sorted(self.counters.items()))
             logger.info("HiCache: L3 closed; %s", counters or "it was never used")
 
+    def weights_changed(self) -> None:
+        """Turn L3 off before the weights are another's; what is stored belongs to the old ones."""
+        self._off = "the weights are being changed at run time: start again with another weight_version"
+        if self._core is not None:
+            self._core.turn_off()
+            logger.error("HiCache: L3 is off, SGLang serves without it: %s", self._off)
+
     @property
     def counters(self) -> Mapping[str, float]:
         """What was done so far: lookups, loads, offloads, objects and bytes, misses, failures."""
@@ -249,11 +257,6 @@ def differences(linker: type) -> list[str]:
             found.append(f"UnifiedCacheLinker.{name} takes {actual}, not {expected}")
     new: set[str] = set(getattr(linker, "__abstractmethods__", ())) - METHODS.keys()
     return found + [f"UnifiedCacheLinker.{name} is new" for name in sorted(new)]
-
-
-def _model_name() -> str | None:
-    model = get_model()
-    return getattr(model, "served_model_name", None) or getattr(model, "model_path", None)
 
 
 def _groups(params: Any) -> list[Any]:

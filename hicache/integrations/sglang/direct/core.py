@@ -101,16 +101,24 @@ class LinkerCore:
             counters=counters,
         )
         self._queued: dict[str, tuple[object, list[FamilyLoad]]] = {}
+        self._off = False
 
     @property
     def held_pages(self) -> int:
         """Pages between store and device right now."""
         return len(self._held)
 
+    def turn_off(self) -> None:
+        """Restore and store nothing from now on; what has begun ends, and offloads are still answered."""
+        self._off = True
+        self._fetcher.reset()
+
     # -- restoring -------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: Sequence[DeviceTransfer]) -> list[int]:
         """Return the prefix lengths in pages that can be restored. Waits within the tick's bound."""
+        if self._off:
+            return []
         try:
             families = _by_component(transfers)
             full = families.pop(Component.FULL, None)
@@ -126,7 +134,7 @@ class LinkerCore:
     def load(self, rid: str, transfers: Sequence[DeviceTransfer]) -> bool:
         """Queue a load for the next batch; False, on every rank, if any rank has not all of its pages."""
         try:
-            families = self._plan(rid, transfers)
+            families = None if self._off else self._plan(rid, transfers)
         except Exception:
             self._counters.add("load_crashed")
             logger.exception("HiCache: an L3 load failed; SGLang goes on without it")
@@ -190,6 +198,9 @@ class LinkerCore:
         named = {kind: one for kind, one in _by_component(transfers).items() if kind in self._layout}
         if not any(one.keys for one in named.values()):
             return False
+        if self._off:
+            self._offloader.refuse()
+            return True
         try:
             families = [self._leaving(kind, one) for kind, one in named.items() if one.keys]
         except Exception:

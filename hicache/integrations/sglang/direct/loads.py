@@ -208,12 +208,24 @@ class Loader:
                 return
             try:
                 self._copy(batch)
+                if batch.failure:
+                    self._copier.settle()  # copies behind the last mark
             except Exception as error:
                 logger.exception("HiCache: copying to the device failed")
                 batch.fail(f"copying to the device: {error}")
+                if not self._settled():
+                    return  # nobody may be told that the pages are free
             with batch.changed:
                 batch.left = True
                 batch.changed.notify_all()
+
+    def _settled(self) -> bool:
+        try:
+            self._copier.settle()
+        except Exception:
+            logger.exception("HiCache: the device does not end its copies")
+            return False
+        return True
 
     def _copy(self, batch: _Batch) -> None:
         copier = self._copier
