@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # The arena is a little larger than the capacity: rounding, and gaps too small for any object.
 SLACK_FRACTION, SLACK_BYTES = 1 / 32, 1 << 20
-BYTES_PER_SLOT, MIN_SLOTS = 2048, 4096  # the smallest average object that can fill the arena
+BYTES_PER_SLOT, MIN_SLOTS = 8192, 1 << 16  # the smallest objects, on average, that can fill a large arena
 GROW_BYTES = (16 << 20, 256 << 20)  # least and most of one step
 
 

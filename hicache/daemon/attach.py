@@ -150,7 +150,7 @@ class Attachments:
             if session is not None:
                 self._sessions.discard(session)
         connection.close()
-        if session is None:
+        if session is None or self._closed:
             return
         try:
             self._on_gone(session, lambda: _has_ended(process))
