@@ -209,13 +209,21 @@ class Writes:
         end, and the bytes taken."""
         with self._lock:
             held = [self._pop_of(session, number) for number in numbers]
-        good: list[Held | None] = [None] * len(held)
-        for index, (one, generation) in enumerate(zip(held, generations, strict=True)):
-            if one is not None and one.in_arena and extent_of(one.reservation).generation == generation:
-                extent_of(one.reservation).checksum = checksums[index]
-                good[index] = one
-        self.abort(session, numbers)  # the client writes there no more
-        self._give_back([one for one, ok in zip(held, good, strict=True) if one is not None and ok is None])
+            aside = self._pop_aside(session, numbers)
+        good: list[Held | None] = []
+        refused = []
+        for one, generation, checksum in zip(held, generations, checksums, strict=True):
+            good.append(None)
+            if one is None:
+                continue
+            extent = extent_of(one.reservation) if one.in_arena else None
+            if extent is None or extent.generation != generation:
+                refused.append(one)
+            else:
+                extent.checksum = checksum
+                good[-1] = one
+        self._end_aside(aside)  # the client writes there no more
+        self._give_back(refused)
         stored = [one for one in good if one is not None]
         session.unreserve(sum(one.size for one in stored))
         outcomes = iter(self._store.commit([one.reservation for one in stored]))
@@ -227,12 +235,18 @@ class Writes:
         found = self._held.get(number)
         return self._held.pop(number) if found is not None and found.session is session else None
 
+    def _pop_aside(self, session: Session, numbers: Sequence[int]) -> list[_Aside]:
+        """Take places of this session that were set aside out of the table. Called under the lock."""
+        if not self._aside:
+            return []
+        mine = [n for n in set(numbers) if n in self._aside and self._aside[n].session is session]
+        return [self._aside.pop(number) for number in mine]
+
     def abort(self, session: Session, numbers: Sequence[int]) -> None:
         """Give reservations of this session back; others and unknown ones are ignored."""
         with self._lock:
             gone = [one for number in set(numbers) if (one := self._pop_of(session, number)) is not None]
-            mine = [n for n in set(numbers) if n in self._aside and self._aside[n].session is session]
-            aside = [self._aside.pop(number) for number in mine]
+            aside = self._pop_aside(session, numbers)
         self._give_back(gone)
         self._end_aside(aside)
 
@@ -312,7 +326,7 @@ class Writes:
     def _end_aside(self, ended: Sequence[_Aside]) -> None:
         for one in ended:
             one.session.unreserve(one.extent.size)
-        if self._arena is not None:
+        if ended and self._arena is not None:
             self._arena.unpin([one.extent for one in ended])
 
     def _end(self, upload: Upload) -> bool:
