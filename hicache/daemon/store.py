@@ -171,18 +171,31 @@ class _InOrder:
         self._early: list[tuple[int, memory.StoreEvent]] = []  # heap; Invariant: every sequence >= _next
 
     def __call__(self, events: Sequence[memory.StoreEvent]) -> None:
-        ready = []
         with self._lock:
-            for event in events:
-                heapq.heappush(self._early, (event.sequence, event))
-            while self._early and self._early[0][0] == self._next:
-                event = heapq.heappop(self._early)[1]
-                self._next += 1
-                kind = _OWN_CHANGES.get(event.change)
-                if kind is not None:
-                    ready.append(Change(kind, event.key, event.size))
+            ready = events if not self._early and self._are_next(events) else self._sorted(events)
             if ready:
-                self._hub.publish(ready)
+                self._next = ready[-1].sequence + 1
+            changes = [
+                Change(kind, event.key, event.size)
+                for event in ready
+                if (kind := _OWN_CHANGES.get(event.change)) is not None
+            ]
+            if changes:
+                self._hub.publish(changes)
+
+    def _are_next(self, events: Sequence[memory.StoreEvent]) -> bool:
+        """Return whether the events continue what was told, without a gap; they are in order."""
+        first, last = events[0].sequence, events[-1].sequence
+        return first == self._next and last - first + 1 == len(events)
+
+    def _sorted(self, events: Sequence[memory.StoreEvent]) -> list[memory.StoreEvent]:
+        """Keep events, and return those that may be told now."""
+        for event in events:
+            heapq.heappush(self._early, (event.sequence, event))
+        ready: list[memory.StoreEvent] = []
+        while self._early and self._early[0][0] == self._next + len(ready):
+            ready.append(heapq.heappop(self._early)[1])
+        return ready
 
 
 def _spans(limits: Sequence[int]) -> Iterator[tuple[int, int]]:
