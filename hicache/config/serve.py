@@ -118,7 +118,10 @@ def load_serve_config(path: Path | None, flags: Mapping[str, object]) -> ServeCo
         settings |= section
     settings |= {name: value for name, value in flags.items() if value is not None}
     if isinstance(planes := settings.get("data_planes"), str):
-        settings["data_planes"] = planes.split(",")
+        given, known = planes.split(","), [plane.value for plane in DataPlane]
+        if not set(given) <= set(known):
+            raise ConfigError(f"--data-planes {planes!r} must be of {', '.join(known)}, separated by commas")
+        settings["data_planes"] = given
     unknown = sorted(set(settings) - set(ServeConfig.__struct_fields__))
     if unknown:
         raise ConfigError(

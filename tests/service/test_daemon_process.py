@@ -280,6 +280,8 @@ class TestCommand:
             (["--capacity", "-1"], "'-1' is not a size"),
             (["--lease-seconds", "-1"], "--lease-seconds -1.0 must be within 0"),
             (["--store", "nowhere"], "storage backend 'nowhere' does not exist; there are memory, file"),
+            (["--data-planes", "shm,rdma"], "--data-planes 'shm,rdma' must be of shm, inline"),
+            (["--data-planes", "shm"], "--data-planes must have inline"),
             (["--store-config", "{}x"], "--store-config {}x:"),
             (["--config", "/nonexistent.toml"], "--config /nonexistent.toml:"),
         ],
