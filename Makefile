@@ -13,6 +13,8 @@ MAKEFLAGS += --no-print-directory
 BIN := $(CURDIR)/$(VENV)/bin
 # -qq: silent unless something fails. The constraints pin what the project is tested with.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# Where CI is set, pytest prints compared values whole: a failure about a megabyte would bury the others.
+PYTEST := env -u CI -u BUILD_NUMBER $(BIN)/python -m pytest
 INPUTS := pyproject.toml constraints.txt $(VENV)/.made
 # One wheel of Mooncake per kind of machine, one API.
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
@@ -29,7 +31,7 @@ demo: $(VENV)/.demo  ## Two replicas share one L3 daemon, on real traffic; and t
 	@$(BIN)/python -m hicache.bench.demo
 
 test: $(VENV)/.test .venv-sglang-wheel/.made  ## Every test but the long and the GPU-only ones
-	@$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile -m "not thorough" $(PYTEST_ARGS)
+	@$(PYTEST) -q -n $(PYTEST_WORKERS) --dist loadfile -m "not thorough" $(PYTEST_ARGS)
 
 check: lint types imports deploy-lint proto-check test  ## All that must hold before a merge
 
@@ -69,10 +71,10 @@ proto-check: $(VENV)/.dev  ## Fail if hicache/rpc/v1 is not what proto/ generate
 	@$(BIN)/python proto/generate.py --check
 
 test-thorough: $(VENV)/.test  ## The long versions: full products, long random histories (hours)
-	@HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@HYPOTHESIS_PROFILE=thorough $(PYTEST) -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.test  ## Only what needs a CUDA device
-	@$(BIN)/python -m pytest -q -m gpu -rs tests/gpu $(PYTEST_ARGS)
+	@$(PYTEST) -q -m gpu -rs tests/gpu $(PYTEST_ARGS)
 
 sglang-venv: .venv-sglang/.made  ## Only set up .venv-sglang: the real SGLang on a CPU (2.6 GB)
 

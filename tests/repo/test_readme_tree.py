@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -36,13 +37,21 @@ def _line(depth: int, name: str, what: str) -> str:
     return f"{'  ' * depth}{name}".ljust(_WIDTH) + (f"  {what}" if what else "")
 
 
+def _tracked(folder: Path) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "*.py"], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return [folder / name for name in listed.stdout.split("\0") if name and (folder / name).exists()]
+
+
 def _folder(folder: Path, depth: int, shown_as: str) -> list[str]:
+    tracked = _tracked(folder)
     init = folder / "__init__.py"
     lines = [_line(depth, shown_as, _summary(init) if init.exists() else "")]
-    for module in sorted(folder.glob("*.py")):
+    for module in sorted(path for path in tracked if path.parent == folder):
         if module.name not in ("__init__.py", "__main__.py") and "_pb2" not in module.name:
             lines.append(_line(depth + 1, module.name, _summary(module)))
-    for child in sorted(p for p in folder.iterdir() if (p / "__init__.py").exists()):
+    for child in sorted(p.parent for p in tracked if p.name == "__init__.py" and p.parent.parent == folder):
         lines += _folder(child, depth + 1, f"{child.name}/")
     return lines
 

@@ -12,8 +12,8 @@ except metadata.PackageNotFoundError:
     _INSTALLED = ""
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _real_engine() -> None:
-    """Skip without SGLang."""
+    """Skip without SGLang, before any fixture of a module starts a server."""
     if not _INSTALLED:
         pytest.skip("SGLang is not installed here; `make test-sglang` has its own environment")
