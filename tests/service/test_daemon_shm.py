@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -424,6 +426,35 @@ def test_a_batch_larger_than_the_share_of_grants_comes_back_whole() -> None:
         assert any(re.search("calls.*Read", name) for name in calls), calls
         assert backend.read(["none"], [memoryview(bytearray(1))]) == [MISS]
         backend.close()
+
+
+def test_replicas_that_read_and_write_while_the_store_evicts_never_read_wrong_bytes() -> None:
+    """Under load, places would change owner between a look-up and its copy."""
+    objects = {f"o{i}": pattern(30_000 + 977 * i, i) for i in range(60)}
+    wrong: list[str] = []
+    settings = {"capacity": "1MiB", "reservation_bytes": "512KiB", "lease_seconds": 0.001}
+    with serving(**settings) as (daemon, backend):
+        clients = [backend, GrpcBackend.from_options(Options(address=daemon.address))]
+
+        def work(number: int) -> int:
+            rng, hits = random.Random(number), 0
+            for _ in range(50):
+                keys = rng.sample(sorted(objects), 6)
+                write(clients[number % 2], {key: objects[key] for key in keys[:3]})
+                for key, found in zip(keys, read(clients[number // 2], keys, 100_000), strict=True):
+                    hits += found is not None
+                    if found not in (None, objects[key]):
+                        wrong.append(key)
+                if rng.random() < 0.2:
+                    clients[0].delete(keys[:1])
+            return hits
+
+        with ThreadPoolExecutor(4) as pool:
+            hits = sum(pool.map(work, range(4)))
+        assert not wrong
+        assert hits > 300
+        assert store_of(daemon).stats().details["evicted"] > 100
+        clients[1].close()
 
 
 def answers(backend: GrpcBackend) -> bool:
