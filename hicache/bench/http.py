@@ -156,6 +156,8 @@ class _Driver:
         ended = time.monotonic()
         if reply.first_at is None:
             raise ServerError(f"{self._url}/generate: the reply to {turn.rid} ended without a token")
+        if not reply.cached_tokens:
+            reply.by_tier = ByTier(device=0, host=0, storage=0)  # SGLang tells no tiers of a miss
         result = TurnResult(
             client=turn.client,
             round=turn.round,

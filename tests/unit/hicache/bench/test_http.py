@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from hicache.bench.http import HttpOptions, ServerError, run_http
-from hicache.bench.report import TurnResult
+from hicache.bench.report import ByTier, TurnResult
 from hicache.bench.workloads import Workload
 
 WORKLOAD = Workload(
@@ -87,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
                 "prompt_tokens": len(prompt),
                 "cached_tokens": cached,
                 "completion_tokens": len(said),
-                "cached_tokens_details": {"device": cached, "host": 0},
+                "cached_tokens_details": {"device": cached, "host": 0} if cached else None,
             }
             chunk: dict[str, object] = {"text": "x" * len(said), "meta_info": meta}
             if self.server.tell_ids:
@@ -124,6 +124,7 @@ def test_a_server_that_forgets_nothing_reaches_the_ceiling(server: Server) -> No
     assert server.flushes == 2  # refused once while busy, then done
     assert [r.hit_rate for r in report.rounds] == [r.ceiling for r in report.rounds]
     assert [r.hit_rate for r in report.rounds] == [WORKLOAD.ceiling(n) for n in range(3)]
+    assert report.rounds[0].by_tier == ByTier(0, 0, 0)  # a miss names no tiers
     assert report.rounds[2].by_tier is not None
     assert report.rounds[2].by_tier.device == report.rounds[2].cached_tokens
     assert len(results) == WORKLOAD.num_requests
