@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -17,13 +17,26 @@ _OTHERS = ("#4c72b0", "#8172b3", "#937860", "#64b5cd")
 _GRID = "#dddddd"
 
 
-def plot_runs(path: Path, title: str, runs: Sequence[RunReport], published: Published | None = None) -> None:
-    """Write a PNG of the runs; with `published`, its readings as hollow markers in the same colours."""
+def plot_runs(
+    path: Path,
+    title: str,
+    runs: Sequence[RunReport],
+    published: Published | None = None,
+    *,
+    predicted: Sequence[RunReport] = (),
+) -> None:
+    """Write a PNG of the runs; `published` readings and virtual time's predictions as hollow markers.
+
+    A prediction has the colour of the run of its tiers, and no bar. Raises ValueError without such a run.
+    """
+    if unmeasured := {run.tiers for run in predicted} - {run.tiers for run in runs}:
+        raise ValueError(f"a prediction of {', '.join(unmeasured)}, of which there is no run")
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(10.5, 4.6), dpi=160, layout="constrained")
         curve, bars = figure.subplots(1, 2, width_ratios=(3.2, 1))
         figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
         colors = _colors(runs)
+        _draw_predictions(curve, predicted, dict(zip((run.tiers for run in runs), colors, strict=True)))
         _draw_curves(curve, runs, colors, published)
         _draw_bars(bars, runs, colors, published)
         figure.savefig(path, format="png")
@@ -83,6 +96,22 @@ def _draw_curves(
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, loc="center right", bbox_to_anchor=(1.0, 0.46), fontsize=9)
+
+
+def _draw_predictions(axes: Axes, predicted: Sequence[RunReport], colors: Mapping[str, str]) -> None:
+    for run in predicted:
+        axes.plot(
+            [r.round for r in run.rounds],
+            [100 * r.hit_rate for r in run.rounds],
+            color=colors[run.tiers],
+            linestyle="none",
+            marker="o",
+            markersize=5,
+            markerfacecolor="white",
+            markeredgewidth=1.2,
+            label=f"{run.tiers.upper()}, virtual time",
+            zorder=4,
+        )
 
 
 def _draw_bars(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,15 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     plot_runs(path, "inkling-small", runs, PUBLISHED["inkling-small"])
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 20_000
+
+
+def test_predictions_are_drawn_into_the_picture_of_what_was_measured(tmp_path: Path) -> None:
+    """A prediction that is not seen, or needs a run of tiers that were not measured, misleads."""
+    rounds = by_round([turn(n, 100, 90 if n else 0, history=95 if n else 0) for n in range(30)])
+    run = RunReport("l1", "lru", "http", rounds, duration_s=1.0, wall_s=0.1)
+    plain, with_prediction = tmp_path / "plain.png", tmp_path / "predicted.png"
+    plot_runs(plain, "cliff", [run])
+    plot_runs(with_prediction, "cliff", [run], predicted=[run])
+    assert plain.read_bytes() != with_prediction.read_bytes()
+    with pytest.raises(ValueError, match=r"l1\+l2"):
+        plot_runs(plain, "cliff", [run], predicted=[replace(run, tiers="l1+l2")])
