@@ -20,6 +20,17 @@ _COMMANDS = {
     "hit-rate": ("hicache.cli.hit_rate:hit_rate", "Hit rate per round from logs or a server's metrics."),
 }
 
+# Libraries that commands need and the base install lacks, and the extra that brings each.
+_EXTRAS = {
+    "torch": "torch",
+    "starlette": "torch",
+    "uvicorn": "torch",
+    "redis": "redis",
+    "mooncake": "mooncake",
+    "matplotlib": "bench",
+    "aiohttp": "bench",
+}
+
 
 class LazyGroup(click.Group):
     """A group whose commands are named in a table and imported on use."""
@@ -62,4 +73,10 @@ def main() -> None:
         cli()
     except HiCacheError as error:
         click.echo(f"hicache: {error}", err=True)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        click.echo(f"hicache: {error.name} is missing; pip install 'hicache-tiered[{extra}]'", err=True)
         sys.exit(2)

@@ -445,8 +445,8 @@ def _commit_request(stream: Iterator[bytes]) -> tuple[pb.CommitRequest, memoryvi
 def _change(change: Change, session: Session | None) -> pb.Change | None:
     key = change.name if session is None else session.scope.key(change.name)
     if key is None:
-        # A clear of everything is everybody's; what it names is the prefix that all names share.
-        if change.kind is not ChangeKind.CLEARED:
+        # A clear of everything is everybody's; that of another model is not told.
+        if change.kind is not ChangeKind.CLEARED or change.name:
             return None
         key = ""
     kind, reason = _CHANGES[change.kind]

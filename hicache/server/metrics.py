@@ -183,13 +183,14 @@ def _transfers(scheduler: Scheduler) -> Iterable[Sample]:
     yield _count("hicache_store_failed_objects", "Objects storage did not take", stats.store_failed_pages)
     for reason, count in sorted(stats.prefetch.items()):
         yield _count("hicache_prefetches", "Prefetches by how they ended", count, reason=reason)
-    yield _gauge(
-        "hicache_storage_usable",
-        "1 while L3 is attached and not bypassed",
-        scheduler.cache.executor.has_storage,
-    )
 
 
 def _executor(counters: Mapping[str, float]) -> Iterable[Sample]:
-    for name, value in sorted(counters.items()):
+    sums = dict(counters)
+    yield _gauge(
+        "hicache_storage_usable",
+        "1 while L3 is attached, not bypassed, and answered the last call",
+        sums.pop("storage_answers", 0),
+    )
+    for name, value in sorted(sums.items()):
         yield _count("hicache_transfer", "Sums of the transfer executor, by name", value, sum=name)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import msgspec
+import torch
 import uvicorn
 
 from hicache.build import TierSizes
@@ -95,6 +96,11 @@ def model_config(config: ServerConfig) -> ReferenceConfig:
 
 def engine_settings(config: ServerConfig) -> EngineSettings:
     """Return what the engine is built from: pools from flags, policies from flags. Raises ConfigError."""
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--device {config.device}: torch {torch.__version__} sees no CUDA device; use --device cpu, "
+            "or install a torch built for CUDA"
+        )
     model, cache = model_config(config), config.cache_config()
     spec = reference_spec(model, config.page_size)
     device = device_capacities(

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from hicache.engine.scheduler import Scheduler
 from hicache.errors import BackendError, ConfigError, HiCacheError
-from hicache.keys import key_prefix
+from hicache.keys import HASH_BYTES, key_prefix, object_key
 from hicache.registry import create_backend
 from hicache.server.engine_thread import EngineThread
 from hicache.spec import ModelSpec
 from hicache.storage_backends.base import StorageBackend
 from hicache.transfer.executor import TransferExecutor
-from hicache.types import WritePolicy
+from hicache.types import Component, WritePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class StorageControl:
         return {
             "hicache_storage_backend": choice.name if choice else None,
             "attached": backend is not None,
-            "usable": self._executor.has_storage,
+            "usable": self._executor.storage_answers,
         }
 
     def attach(self, choice: StorageChoice) -> str:
@@ -144,8 +144,9 @@ class StorageControl:
 
     def _attach(self, choice: StorageChoice) -> None:
         backend = choice.open(self._spec)
-
         try:
+            # Clients connect when first used: a harmless question, so that "attached" means "answers".
+            backend.probe([object_key(self._spec.fingerprint, "0of1", Component.FULL, bytes(HASH_BYTES))])
             self._engine.call(lambda _: self._executor.attach(backend)).result()
         except BaseException:
             backend.close()

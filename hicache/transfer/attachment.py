@@ -58,6 +58,11 @@ class Attachment:
         return self._link.usable
 
     @property
+    def answers(self) -> bool:
+        """True unless its last call failed."""
+        return self._link.answers
+
+    @property
     def incidents(self) -> int:
         """Times the store may have lost what it held since it was attached."""
         return self._link.incidents

@@ -85,6 +85,11 @@ class TransferExecutor(Executor):
         return self._storage is not None and self._storage.usable
 
     @property
+    def storage_answers(self) -> bool:
+        """True if storage is attached, not bypassed, and its last call did not fail; for people."""
+        return self.has_storage and self._storage is not None and self._storage.answers
+
+    @property
     def storage_epoch(self) -> int:
         incidents = self._storage.incidents if self._storage is not None else 0
         return self._epochs_before + incidents
@@ -128,6 +133,7 @@ class TransferExecutor(Executor):
         """Return sums since the start: bytes, operations, seconds by kind, what went wrong. Any thread."""
         values = self._counters.snapshot()
         storage = self._storage
+        values["storage_answers"] = self.storage_answers
         values["quarantined_bytes"] = storage.quarantined_bytes if storage is not None else 0
         return values
 

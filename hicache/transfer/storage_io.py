@@ -98,6 +98,8 @@ class StorageLink:
         self._last_epoch = 0
         self._suspect = False  # failed since it last worked: it may come back empty
         self.incidents = 0  # times it may have lost what it held
+        self.answers = True  # its last call did not fail
+        self._refusing = False  # it had no room for the last objects
         self.on_breaker_open: Callable[[], None] = lambda: None
 
     # -- whether to use it ---------------------------------------------------------------------
@@ -273,6 +275,7 @@ class StorageLink:
         for i, end_state in enumerate(ended, start):
             job.flags[i] = end_state in (WriteOutcome.STORED, WriteOutcome.EXISTS)
         self._count_stores(refs, ended)
+        self._watch_room(refused=WriteOutcome.NO_SPACE in [*ended, *answers[cut : cut + 1]])
         return WriteOutcome.FAILED in [*ended, *answers[cut : cut + 1]]
 
     def _fill(self, ref: ObjectRef, slot: int, buffer: memoryview) -> None:
@@ -290,6 +293,14 @@ class StorageLink:
                 "store_refused": len(refs) - len(stored) - existing,
             }
         )
+
+    def _watch_room(self, *, refused: bool) -> None:
+        """Say once when storage has no room left, and once when it has again."""
+        if refused and not self._refusing:
+            logger.warning("%s: no room for more objects; what it holds stays usable", self._backend.name)
+        elif self._refusing and not refused:
+            logger.info("%s: there is room again", self._backend.name)
+        self._refusing = refused
 
     def _abort(self, reservations: Sequence[Reservation]) -> None:
         if not reservations:
@@ -332,6 +343,7 @@ class StorageLink:
             )
 
     def _worked(self) -> None:
+        self.answers = True
         epoch = self._epoch_of.epoch if self._epoch_of is not None else 0
         if self._suspect or epoch != self._last_epoch:
             self.incidents += self._suspect or self._last_epoch != 0
@@ -344,7 +356,7 @@ class StorageLink:
         self._breaker_failure(operation, error)
 
     def _breaker_failure(self, operation: str, why: object) -> None:
-        self._suspect = True
+        self._suspect, self.answers = True, False
         logger.warning("%s: %s failed: %s", self._backend.name, operation, why)
         if self._breaker.failure():
             self._counters.add("breaker_opened")

@@ -298,6 +298,21 @@ class TestWatch:
         for stream in (events, everything):
             stream.cancel()
 
+    def test_a_clear_of_another_model_is_not_told(self, stub: CacheStub, daemon: Daemon) -> None:
+        """A router would forget every replica's pages because one model was cleared."""
+        others = GrpcBackend.from_options(Options(address=daemon.address, fingerprint="others"))
+        for session in (hello(stub).session, hello(stub, model_fingerprint="mine").session):
+            backend = GrpcBackend.from_options(Options(address=daemon.address, fingerprint="mine"))
+            events = stub.Watch(pb.WatchRequest(session=session))
+            assert next(events).HasField("subscribed")
+            others.clear("others/")
+            backend.clear("mine/")
+            told = [c.key for c in changes(events, 1) if c.reason == pb.REMOVAL_REASON_CLEARED]
+            assert "" not in told
+            events.cancel()
+            backend.close()
+        others.close()
+
     def test_a_watcher_that_lags_is_told_what_it_lost(self) -> None:
         """A router would take a picture with holes for the whole one."""
         with running_daemon(watch_queue=1) as daemon, generated_client(daemon.address) as stub:
