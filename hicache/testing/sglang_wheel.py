@@ -51,7 +51,7 @@ def available(folder: Path = FOLDER) -> str:
         return ""
     if (folder / "sglang/srt/mem_cache/hicache_storage.py").exists():
         return ""
-    return "no SGLang wheel; `make sglang-wheel` fetches it"
+    return "no SGLang wheel; `make test` fetches it"
 
 
 def install(folder: Path = FOLDER) -> None:
