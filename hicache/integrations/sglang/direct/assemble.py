@@ -35,7 +35,7 @@ def device_pools(params: Any, components: Collection[Any]) -> tuple[PoolGroup, b
         group = _plain(kvcache, params, set(components)) or resolve_hybrid_device_pool_group(
             kvcache=kvcache, page_size=params.page_size, params=params, components=set(components)
         )
-    except ValueError as error:
+    except (ValueError, AssertionError, NotImplementedError) as error:  # how SGLang says no
         raise Refused(f"the device pools of this model ({type(kvcache).__name__}): {error}") from error
     pools = {text(entry.name): _open(entry) for entry in group.entries}
     if "kv" not in pools:

@@ -43,4 +43,8 @@ def read_linker_settings(extra_config: Mapping[str, object] | None) -> tuple[Set
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise ConfigError(f"linker_extra_config: {error}") from error
-    return read_settings(given), bounds
+    try:
+        return read_settings(given), bounds
+    except ConfigError as error:
+        own_keys = ", ".join(sorted(Bounds.__struct_fields__))
+        raise ConfigError(f"linker_extra_config: {error}; keys of the linker alone are {own_keys}") from None
