@@ -5,8 +5,9 @@
 Needs the environment of `make sglang-venv`, and for --plot also matplotlib in it. A server of SGLang for each
 set of tiers, one after the other, each with a small random Llama on a CPU; L3 is our dynamic backend on a
 `hicache serve`. Every server takes the workload twice: one request at a time, where order and timing leave
-no choice, and several at once. There virtual time is asked under several arrival rates, because which client
-is next while the cache overflows depends on who waits meanwhile; the table shows the range.
+no choice, and several at once. There virtual time is asked under several arrival rates: who is evicted while
+a tier overflows depends on who has been admitted by then. SGLang itself differs from run to run in those
+rounds, and may leave the range.
 """
 
 from __future__ import annotations
