@@ -12,7 +12,8 @@ from hicache.spec import ModelSpec
 from hicache.transfer.base import Executor
 from hicache.transfer.virtual import VirtualCosts, VirtualExecutor, VirtualStorage
 from hicache.tree.base import TreeCore, TreeRules
-from hicache.tree.eviction import make_policy
+from hicache.tree.eviction import EvictionPolicy
+from hicache.tree.policies import make_policy
 from hicache.tree.unified import UnifiedTree
 from hicache.types import Component
 
@@ -25,18 +26,30 @@ class TierSizes:
     host: Mapping[Component, int]
 
 
-def build_tree(spec: ModelSpec, sizes: TierSizes, config: CacheConfig) -> TreeCore:
-    """Build the tree core for a spec. Raises ConfigError for an unknown policy or policy option."""
+def build_tree(
+    spec: ModelSpec, sizes: TierSizes, config: CacheConfig, policy: EvictionPolicy | None = None
+) -> TreeCore:
+    """Build the tree core for a spec. Raises ConfigError for an unknown policy or policy option.
+
+    `policy` stands in for the configured one.
+    """
     rules = TreeRules(spec.page_size, spec.kinds, spec.window_pages)
-    policy = make_policy(config.radix_eviction_policy, **config.radix_eviction_policy_config)
+    if policy is None:
+        policy = make_policy(config.radix_eviction_policy, **config.radix_eviction_policy_config)
     return UnifiedTree(rules, policy, host=bool(sizes.host))
 
 
 def build_cache(
-    spec: ModelSpec, sizes: TierSizes, config: CacheConfig, executor: Executor, clock: Clock
+    spec: ModelSpec,
+    sizes: TierSizes,
+    config: CacheConfig,
+    executor: Executor,
+    clock: Clock,
+    *,
+    policy: EvictionPolicy | None = None,
 ) -> HiCache:
     """Put a cache together around an executor. Raises ConfigError for settings that cannot work."""
-    tree = build_tree(spec, sizes, config)
+    tree = build_tree(spec, sizes, config, policy)
     return HiCache(spec, tree, executor, device=sizes.device, host=sizes.host, config=config, clock=clock)
 
 
@@ -48,7 +61,8 @@ def build_virtual(
     *,
     costs: VirtualCosts | None = None,
     storage: VirtualStorage | None = None,
+    policy: EvictionPolicy | None = None,
 ) -> HiCache:
     """Build a cache in virtual time: the same tree, policies and allocators, costs instead of copies."""
     executor = VirtualExecutor(spec, clock, costs=costs, storage=storage)
-    return build_cache(spec, sizes, config, executor, clock)
+    return build_cache(spec, sizes, config, executor, clock, policy=policy)

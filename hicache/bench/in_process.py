@@ -31,6 +31,7 @@ class InProcessDriver:
         self._on_result = on_result
         self._open: dict[str, Turn] = {}
         self.results: list[TurnResult] = []
+        self.sent: list[Turn] = []
 
     def finished(self, request: Request) -> None:
         """Take a finished request; the scheduler calls this."""
@@ -74,6 +75,7 @@ class InProcessDriver:
         while (due := self._traffic.due_at()) is not None and due <= now:
             turn = self._traffic.take(now)
             self._open[turn.rid] = turn
+            self.sent.append(turn)
             scheduler.submit(
                 Request(
                     rid=turn.rid,

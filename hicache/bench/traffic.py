@@ -80,6 +80,8 @@ class Traffic:
         sent_at = now if math.isinf(due) else due
         rate = self.workload.request_rate
         self._not_before = sent_at + (0.0 if math.isinf(rate) else self._arrivals.expovariate(rate))
+        if self.workload.begins(client, round_):
+            self._conversations[client] = self.workload.opening(client, round_)
         conversation = self._conversations[client]
         history = len(conversation)
         conversation.extend(self.workload.question(client, round_))

@@ -6,16 +6,21 @@ import time
 import zlib
 from collections.abc import Callable
 
+from hicache.bench.belady import Belady, Future
 from hicache.bench.in_process import InProcessDriver
 from hicache.bench.report import JSON, RunReport, TurnResult, by_round
 from hicache.bench.system import SimulatedSystem, Tiers
+from hicache.bench.traffic import Turn
 from hicache.bench.workloads import Workload
 from hicache.build import build_virtual
 from hicache.cache import HiCache
 from hicache.clock import ManualClock
 from hicache.engine.scheduler import FinalToken, Scheduler
+from hicache.keys import NO_SCOPE
 from hicache.request import Request
 from hicache.transfer.virtual import VirtualStorage, VirtualTicket
+
+_BELADY_REHEARSALS = 2
 
 
 class VirtualRunner:
@@ -71,10 +76,45 @@ def run_virtual(
     final_token: FinalToken,
     on_result: Callable[[TurnResult], None],
 ) -> RunReport:
-    """Run a workload to its end, alone on a cold system, in virtual time."""
+    """Run a workload to its end, alone on a cold system, in virtual time.
+
+    `belady` is run three times: what follows is recorded under lru, then under itself, then used.
+    """
     started = time.perf_counter()
+    future: list[Turn] | None = None
+    if eviction_policy == Belady.name:
+        for _ in range(_BELADY_REHEARSALS):
+            driver, _, _ = _run(workload, system, tiers, eviction_policy, final_token, lambda _: None, future)
+            future = driver.sent
+    driver, cache, duration = _run(workload, system, tiers, eviction_policy, final_token, on_result, future)
+    return RunReport(
+        tiers=tiers.value,
+        eviction_policy=eviction_policy,
+        engine="virtual",
+        rounds=by_round(driver.results),
+        duration_s=duration,
+        wall_s=time.perf_counter() - started,
+        details={"pools": _pools(cache), "cache": _counts(cache)},
+    )
+
+
+def _run(
+    workload: Workload,
+    system: SimulatedSystem,
+    tiers: Tiers,
+    eviction_policy: str,
+    final_token: FinalToken,
+    on_result: Callable[[TurnResult], None],
+    future: list[Turn] | None,
+) -> tuple[InProcessDriver, HiCache, float]:
+    """Run once; return the driver, the cache at the end, and the virtual seconds."""
     clock = ManualClock()
     spec = system.spec(workload.name)
+    policy = None
+    if eviction_policy == Belady.name:
+        eviction_policy = "lru"
+        if future is not None:
+            policy = Belady(Future(((NO_SCOPE, turn.prompt) for turn in future), spec.page_size))
     cache = build_virtual(
         spec,
         system.sizes(tiers, spec),
@@ -82,6 +122,7 @@ def run_virtual(
         clock,
         costs=system.costs(),
         storage=VirtualStorage(system.l3_bytes) if tiers is Tiers.L1_L2_L3 else None,
+        policy=policy,
     )
     driver = InProcessDriver(workload, on_result)
     scheduler = Scheduler(
@@ -96,16 +137,7 @@ def run_virtual(
         final_token=final_token,
         on_finish=driver.finished,
     )
-    duration = driver.drive(scheduler)
-    return RunReport(
-        tiers=tiers.value,
-        eviction_policy=eviction_policy,
-        engine="virtual",
-        rounds=by_round(driver.results),
-        duration_s=duration,
-        wall_s=time.perf_counter() - started,
-        details={"pools": _pools(cache), "cache": _counts(cache)},
-    )
+    return driver, cache, driver.drive(scheduler)
 
 
 def _pools(cache: HiCache) -> dict[str, JSON]:

@@ -48,6 +48,10 @@ class Workload:
     ready_queue: ReadyQueue = ReadyQueue.FIFO
     pacing: Pacing = Pacing.BARRIER
     vocab_size: int = 32_000
+    churn: float = 0.0  # share of the conversations that end, and are replaced, each round
+    churn_later: float | None = None  # the same from half-way on, where every conversation is replaced
+    shared_prefix_length: int = 0  # tokens in front of every conversation, from one of so many prefixes
+    num_shared_prefixes: int = 1  # drawn by Zipf's law
 
     def __post_init__(self) -> None:
         positive = {
@@ -57,12 +61,18 @@ class Workload:
             "--output-length": self.output_length,
             "--max-parallel": self.max_parallel,
             "--vocab-size": self.vocab_size,
+            "--num-shared-prefixes": self.num_shared_prefixes,
         }
         for flag, value in positive.items():
             if value < 1:
                 raise ConfigError(f"{flag} {value}: must be at least 1")
         if self.sub_question_length < 0:
             raise ConfigError(f"--sub-question-input-length {self.sub_question_length}: must not be negative")
+        if self.shared_prefix_length < 0:
+            raise ConfigError(f"--shared-prefix-length {self.shared_prefix_length}: must not be negative")
+        for flag, share in (("--churn", self.churn), ("--churn-later", self.churn_later or 0.0)):
+            if not 0 <= share <= 1:
+                raise ConfigError(f"{flag} {share}: must be in [0, 1]")
         if math.isnan(self.request_rate) or self.request_rate <= 0:
             raise ConfigError(f"--request-rate {self.request_rate}: must be above 0 (inf sends at once)")
         if self.seed < 0:
@@ -77,11 +87,11 @@ class Workload:
         return self.sub_question_length if round_ and self.sub_question_length else self.request_length
 
     def history_length(self, round_: int) -> int:
-        """Tokens of the conversation before a round: questions and replies of the rounds before."""
+        """Tokens of a conversation that began with the first round, before another round."""
         if not round_:
-            return 0
+            return self.shared_prefix_length
         later = (round_ - 1) * self.question_length(1)
-        return self.request_length + later + round_ * self.output_length
+        return self.shared_prefix_length + self.request_length + later + round_ * self.output_length
 
     def prompt_length(self, round_: int) -> int:
         return self.history_length(round_) + self.question_length(round_)
@@ -92,7 +102,7 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Full prompt tokens of all requests."""
+        """Full prompt tokens of all requests, if no conversation ends."""
         return self.num_clients * sum(map(self.prompt_length, range(self.num_rounds)))
 
     def ceiling(self, round_: int) -> float:
@@ -101,8 +111,34 @@ class Workload:
 
     def question(self, client: int, round_: int) -> array[int]:
         """Return the tokens a client adds in a round; the same for the same seed, on every machine."""
-        label = f"{self.seed}/{client}/{round_}".encode()
-        drawn = hashlib.shake_256(label).digest(TOKEN_BYTES * self.question_length(round_))
+        return self._tokens(f"{client}/{round_}", self.question_length(round_))
+
+    def begins(self, client: int, round_: int) -> bool:
+        """Tell whether a client begins a new conversation with a round."""
+        half = self.churn_later is not None and round_ >= self.num_rounds // 2
+        if round_ == 0 or (half and round_ == self.num_rounds // 2):
+            return True
+        share = self.churn_later if half and self.churn_later is not None else self.churn
+        return share > 0 and self._draw(f"end/{client}/{round_}") < share
+
+    def opening(self, client: int, round_: int) -> array[int]:
+        """Return the shared prefix of the conversation that a client begins with a round."""
+        if not self.shared_prefix_length:
+            return array("I")
+        weights = [1 / rank for rank in range(1, self.num_shared_prefixes + 1)]
+        left = self._draw(f"prefix/{client}/{round_}") * sum(weights)
+        number = 0
+        while number < len(weights) - 1 and left >= weights[number]:
+            left -= weights[number]
+            number += 1
+        return self._tokens(f"prefix/{number}", self.shared_prefix_length)
+
+    def _draw(self, label: str) -> float:
+        """Return a number in [0, 1) for a label."""
+        return int.from_bytes(hashlib.shake_256(f"{self.seed}/{label}".encode()).digest(6), "big") / 2**48
+
+    def _tokens(self, label: str, count: int) -> array[int]:
+        drawn = hashlib.shake_256(f"{self.seed}/{label}".encode()).digest(TOKEN_BYTES * count)
         return array("I", (np.frombuffer(drawn, dtype="<u4") % self.vocab_size).astype("<u4").tobytes())
 
 

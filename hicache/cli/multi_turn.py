@@ -59,6 +59,12 @@ _WORKLOAD_FLAGS = (
         help="Whether a round waits for every client to end the one before.",
     ),
     click.option("--vocab-size", type=int, help="Token ids are drawn below this."),
+    click.option("--churn", type=float, help="Share of the conversations replaced by new ones each round."),
+    click.option(
+        "--churn-later", type=float, help="The same from half-way on, where all of them are replaced at once."
+    ),
+    click.option("--shared-prefix-length", type=int, help="Tokens that begin every conversation."),
+    click.option("--num-shared-prefixes", type=int, help="Prefixes there are; drawn by Zipf's law."),
 )
 _SYSTEM_FLAGS = (
     click.option("--components", help="full, full+swa, full+mamba or full+swa+mamba."),
@@ -130,7 +136,12 @@ class _Plan:
 @click.option(
     "--tiers", "tiers_text", help="Comma-separated: l1, l1+l2, l1+l2+l3. With --url, one label for the run."
 )
-@click.option("--eviction-policy", default="lru", show_default=True, help="One or more, comma-separated.")
+@click.option(
+    "--eviction-policy",
+    default="lru",
+    show_default=True,
+    help="One or more, comma-separated; in virtual time also belady, which knows the future.",
+)
 @click.option(
     "--final-token-cached/--no-final-token-cached",
     "final_token_cached",

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 from hicache.errors import InvariantViolation
+from hicache.testing.victims import next_full
 from hicache.tree.base import Evicted, Freed, Inserted, PathSlots, TreeRules, WritePlan
 from hicache.tree.eviction import EvictionPolicy, Stats
 from hicache.types import NO_SLOT, TOKEN_BYTES, Component, Slots, Tier
@@ -406,20 +407,8 @@ class Oracle:
         return self.policies[component].key(stats, (page.depth - 1) * self.rules.page_size)
 
     def next_full(self, tier: Tier) -> Page:
-        """The unprotected tail that the policy puts first; keys differ, for no two accesses share a time."""
-        kept = self.protected(tier, FULL)
-        if tier is DEVICE:
-            tails = [
-                page
-                for page in self.pages()
-                if page.has(FULL, DEVICE) and not any(c.has(FULL, DEVICE) for c in page.children.values())
-            ]
-        else:
-            tails = [page for page in self.pages() if not page.children and not page.has(FULL, DEVICE)]
-        return min(
-            (page for page in tails if page not in kept),
-            key=lambda page: self._key(FULL, page.stats, page),  # type: ignore[arg-type, return-value]
-        )
+        """The unprotected tail that the policy puts first."""
+        return next_full(self.pages(), self.protected(tier, FULL), tier, self.policies[FULL], self.rules)
 
     def _check_chosen(self, tier: Tier, component: Component, given: Slots, wanted: int) -> None:
         kept = self.protected(tier, component)
@@ -473,7 +462,9 @@ class Oracle:
         expected: Freed = {}
         for tier in (DEVICE, HOST):
             for _ in range(self.evictable(tier, FULL)):
-                victim = self.next_full(tier)
+                victim = next_full(
+                    self.pages(), self.protected(tier, FULL), tier, self.policies[FULL], self.rules
+                )
                 if tier is DEVICE and victim.has(FULL, HOST):
                     self._take(victim, DEVICE, expected)
                 else:

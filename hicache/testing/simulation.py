@@ -104,7 +104,9 @@ def make_world(seed: int) -> World:
         prefetch_timeout_base=0.01,
         prefetch_timeout_per_ki_token=0.01,
         prefetch_timeout_max=TIMEOUT_MAX,
-        radix_eviction_policy=rng.choice(["lru", "lfu", "slru", "priority", "fifo", "mru", "filo", "tlru"]),
+        radix_eviction_policy=rng.choice(
+            ["lru", "lfu", "slru", "priority", "fifo", "mru", "filo", "tlru", "adaptive"]
+        ),
         chunked_prefill_size=chunk,
         mamba_track_interval=8 * page,
         mamba_prefill_checkpoints=rng.choice(list(StateCheckpoints)),

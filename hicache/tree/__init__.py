@@ -12,7 +12,8 @@ from hicache.tree.base import (
     TreeRules,
     WritePlan,
 )
-from hicache.tree.eviction import POLICIES, EvictionPolicy, make_policy
+from hicache.tree.eviction import EvictionPolicy
+from hicache.tree.policies import POLICIES, make_policy
 from hicache.tree.unified import UnifiedTree
 
 __all__ = [

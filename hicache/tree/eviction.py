@@ -11,7 +11,9 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 from hicache.errors import ConfigError
-from hicache.types import Tier
+from hicache.tree.base import TreeRules
+from hicache.tree.reuse import ReuseAges
+from hicache.types import Component, Tier
 
 Key: TypeAlias = "float | tuple[float, float]"
 
@@ -69,16 +71,39 @@ class EvictionPolicy(ABC):
     """Orders entries; the lowest key goes first.
 
     `follows_access` says that an access may lower a key, so entries are re-queued on every touch;
-    `per_page` that the key differs between neighbouring pages with equal statistics.
+    `per_page` that the key differs between neighbouring pages with equal statistics; `spares_anchored`
+    that a FULL page beyond the last window or state has another key; `marks_windows` that the last window
+    of what is inserted is an entry of its own. `reuse` is what learns from the accesses, if anything does.
     """
 
     name: ClassVar[str]
     follows_access: ClassVar[bool] = False
     per_page: ClassVar[bool] = False
+    marks_windows: ClassVar[bool] = False
+    spares_anchored: ClassVar[bool] = False
+    reuse: ReuseAges | None = None
 
     @abstractmethod
     def key(self, stats: Stats, tokens_before: int) -> Key:
         """Return the key of an entry that has `tokens_before` tokens of its path in front of it."""
+
+    def unanchored_key(self, stats: Stats) -> Key:
+        """Return the key of a FULL page beyond the last place that a hit could end at."""
+        raise NotImplementedError
+
+    def queue(
+        self, tier: Tier, key_of: Callable[[C], Key], may_go: Callable[[C, Tier], bool] | None = None
+    ) -> Candidates[C]:
+        """Return an empty queue of candidates for a tier.
+
+        `may_go` says whether a candidate can be taken now, and sees to it that one that cannot is offered
+        again when it can; without it, the taker finds out.
+        """
+        return Candidates(tier, key_of)
+
+    def for_component(self, component: Component, rules: TreeRules) -> EvictionPolicy:
+        """Return the policy for a component of a tree that was given this one alone."""
+        return self
 
 
 class Lru(EvictionPolicy):
@@ -170,27 +195,6 @@ class Tlru(EvictionPolicy):
     def key(self, stats: Stats, tokens_before: int) -> Key:
         needed = max(stats.reach + self.next_prompt_estimate - self.threshold, 0)
         return (0 if tokens_before >= needed else 1, stats.last)
-
-
-POLICIES: dict[str, type[EvictionPolicy]] = {
-    policy.name: policy for policy in (Lru, Lfu, Slru, Priority, Fifo, Mru, Filo, Tlru)
-}
-_OPTIONS = {"slru": ("protected_threshold",), "tlru": ("threshold", "next_prompt_estimate")}
-
-
-def make_policy(name: str, **options: object) -> EvictionPolicy:
-    """Build a policy by SGLang's name for it; raises ConfigError naming what exists."""
-    if name not in POLICIES:
-        raise ConfigError(f"eviction policy {name!r} is unknown; there are {', '.join(POLICIES)}")
-    known = _OPTIONS.get(name, ())
-    for option, value in options.items():
-        if option not in known:
-            raise ConfigError(
-                f"eviction policy {name}: unknown option {option!r}; there are {', '.join(known) or 'none'}"
-            )
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"eviction policy {name}: {option}={value!r} must be an integer")
-    return POLICIES[name](**options)
 
 
 Entry: TypeAlias = "tuple[Any, int, Any]"  # key, serial, candidate

@@ -12,6 +12,7 @@ from hicache.errors import InvariantViolation
 from hicache.tree.base import Freed, TreeRules
 from hicache.tree.eviction import Candidates, EvictionPolicy, Key
 from hicache.tree.node import Node, State, TreeLease
+from hicache.tree.protection import may_go
 from hicache.tree.window import Run
 from hicache.types import NO_SLOT, TOKEN_BYTES, Component, Slots, Tier, TokenBuffer
 
@@ -55,28 +56,39 @@ class Forest:
         self.copied: dict[Node, None] = {}  # may hold FULL host copies of device pages, oldest first
 
         if isinstance(policies, EvictionPolicy):
-            policies = dict.fromkeys(rules.kinds, policies)
+            policies = {component: policies.for_component(component, rules) for component in rules.kinds}
         full = self._policy(policies, Component.FULL)
         size = rules.page_size
+        spares_anchored = full.spares_anchored and (self.swa or self.mamba)
+        self.spares_anchored = spares_anchored
 
         def device_key(node: Node) -> Key:
             end = node.start + len(node.device)
-            return full.key(node.tail_stats(end or 1), (end - 1) * size)
+            return key_at(node, end)
+
+        def key_at(node: Node, end: int) -> Key:
+            stats = node.tail_stats(end or 1)
+            if spares_anchored and not self.anchored(node, end):
+                return full.unanchored_key(stats)
+            return full.key(stats, (end - 1) * size)
 
         def host_key(node: Node) -> Key:
-            return full.key(node.tail_stats(node.end), (node.end - 1) * size)
+            return key_at(node, node.end)
 
         self.policy = full
-        self.full = (Candidates[Node](Tier.DEVICE, device_key), Candidates[Node](Tier.HOST, host_key))
+        self.full: tuple[Candidates[Node], ...] = (
+            full.queue(Tier.DEVICE, device_key, may_go),
+            full.queue(Tier.HOST, host_key, may_go),
+        )
         window = self._policy(policies, Component.SWA) if self.swa else full
         self.swa_policy = window
-        self.runs = tuple(
-            Candidates[Run](tier, lambda run: window.key(run.stats, run.start * size)) for tier in TIERS
+        self.runs: tuple[Candidates[Run], ...] = tuple(
+            window.queue(tier, lambda run: window.key(run.stats, run.start * size)) for tier in TIERS
         )
         recurrent = self._policy(policies, Component.MAMBA) if self.mamba else full
         self.mamba_policy = recurrent
-        self.states = tuple(
-            Candidates[State](tier, lambda state: recurrent.key(state.stats, (state.at - 1) * size))
+        self.states: tuple[Candidates[State], ...] = tuple(
+            recurrent.queue(tier, lambda state: recurrent.key(state.stats, (state.at - 1) * size))
             for tier in TIERS
         )
 
@@ -96,6 +108,29 @@ class Forest:
             self.full[0].offer(node)
         if not node.children and len(node.device) < node.end - node.start:
             self.full[1].offer(node)
+
+    def anchored(self, node: Node, end: int) -> bool:
+        """Tell whether every other component has something, on any tier, where page `end` ends."""
+        if self.mamba and node.state(end) is None:
+            return False
+        return node.swa is None or node.swa.any.find(1, end - 1 - node.start, end - node.start) >= 0
+
+    def alike_from(self, node: Node, low: int, end: int) -> int:
+        """Return the first of the pages ending at `end`, not below `low`, whose keys equal the last one's."""
+        if self.policy.per_page:
+            return max(low, end - 1)
+        low = max(low, node.run_start(end))
+        if not self.spares_anchored:
+            return low
+        at, anchored = end, self.anchored(node, end)
+        while at > low and self.anchored(node, at) is anchored:
+            at -= 1
+        return at
+
+    def lost_anchor(self, node: Node) -> None:
+        """Follow a window's or a state's leaving: pages may be of less use now."""
+        if self.spares_anchored:
+            self.offer(node)
 
     def offer_run(self, run: Run) -> None:
         node = run.node
@@ -321,8 +356,10 @@ class Forest:
         put(freed, tier, Component.MAMBA, array("i", [slot]))
         self.states[tier].withdraw(state)
         if state.slots[0] < 0 and state.slots[1] < 0 and state.node is not None:
-            state.node.states.remove(state)
+            node = state.node
+            node.states.remove(state)
             self.forget_state(state)
+            self.lost_anchor(node)
 
 
 def put(freed: Freed, tier: Tier, component: Component, slots: Slots) -> None:

@@ -12,8 +12,9 @@ from hicache.errors import InvariantViolation
 from hicache.tree.base import Inserted, Lease
 from hicache.tree.eviction import Stats
 from hicache.tree.forest import Forest, byte_view
-from hicache.tree.leases import checked, move, tell_device
+from hicache.tree.leases import checked, move, tell_device, touch_window
 from hicache.tree.node import STORED, Node, State
+from hicache.tree.observing import saw_written
 from hicache.tree.reading import common_bytes
 from hicache.tree.window import HOLE, Run
 from hicache.types import NO_SLOT, Component, Slots, Tier, TokenBuffer
@@ -120,6 +121,10 @@ def insert(
     offer = _Offer(Tier.DEVICE, view, start, end, full, swa, now, priority, end * f.page_size)
     out = Inserted(array("i"), array("i"), offer.rejected, 0)
     node = _extend_path(f, offer, node, out)
+    if f.policy.reuse is not None:
+        saw_written(f, f.policy.reuse, held.scope, view, start, end)
+    if f.swa and f.swa_policy.marks_windows:
+        touch_window(f, node, end, now, priority, 0)
     if states:
         _adopt_states(f, offer, node, states, end)
     move(f, held, node, end)

@@ -9,7 +9,7 @@ from hicache.errors import InvariantViolation
 from hicache.tree.forest import TIERS, Forest
 from hicache.tree.leases import evictable
 from hicache.tree.node import Node, TreeLease
-from hicache.tree.shrinking import device_floor, tree_floor
+from hicache.tree.protection import device_floor, tree_floor
 from hicache.tree.window import Window
 from hicache.types import NO_SLOT, Component, Slots, Tier
 

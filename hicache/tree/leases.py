@@ -8,6 +8,7 @@ from hicache.errors import InvariantViolation
 from hicache.tree.base import Lease, Match
 from hicache.tree.forest import Forest
 from hicache.tree.node import Node, TreeLease
+from hicache.tree.observing import saw_read
 from hicache.tree.reading import check_boundary
 from hicache.tree.window import presence
 from hicache.types import Component, Tier
@@ -106,6 +107,8 @@ def touch(f: Forest, lease: Lease, now: float, *, priority: int = 0, hits: int =
     node = held.node
     assert isinstance(node, Node)
     depth = held.depth
+    if hits and f.policy.reuse is not None:
+        saw_read(f, f.policy.reuse, node, depth, now)
     if depth == 0:
         return
     reach = depth * f.page_size
@@ -120,7 +123,7 @@ def touch(f: Forest, lease: Lease, now: float, *, priority: int = 0, hits: int =
     if f.policy.follows_access:
         f.offer(node)
     if f.swa:
-        _touch_window(f, node, depth, now, priority, hits)
+        touch_window(f, node, depth, now, priority, hits)
     if f.mamba:
         state = node.state(depth)
         if state is not None:
@@ -139,7 +142,7 @@ def tell_device(f: Forest, node: Node) -> None:
             f.offer(node)
 
 
-def _touch_window(f: Forest, node: Node, depth: int, now: float, priority: int, hits: int) -> None:
+def touch_window(f: Forest, node: Node, depth: int, now: float, priority: int, hits: int) -> None:
     """Stamp the runs of the last window and of one page before it."""
     low = max(0, depth - f.window_pages - 1)
     high = depth

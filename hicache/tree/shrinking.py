@@ -11,6 +11,7 @@ from array import array
 from hicache.tree.base import Evicted, Freed
 from hicache.tree.forest import TIERS, Forest, put
 from hicache.tree.node import STORED, Node, TreeLease
+from hicache.tree.protection import device_floor, tree_floor
 from hicache.tree.window import Run
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
@@ -53,7 +54,7 @@ def _trim_device(f: Forest, node: Node, count: int, out: Evicted) -> int:
     if node.parent is None or end == node.start or node.device_children:
         return 0
     held, holder = device_floor(node, end)
-    low = max(held, end - count, end - 1 if f.policy.per_page else node.run_start(end))
+    low = f.alike_from(node, max(held, end - count), end)
     keeper: TreeLease | None = None
     at = end
     while at > low:
@@ -101,45 +102,6 @@ def _uncopied_from(node: Node, low: int, end: int) -> int:
     while end > low and host[end - 1 - base] == NO_SLOT:
         end -= 1
     return end
-
-
-def device_floor(node: Node, end: int) -> tuple[int, TreeLease | None]:
-    """Return how far DEVICE leases cover a node's device part, and one that does."""
-    if not node.device_pins:
-        return node.start, None
-    floor, holder = node.start, None
-    for lease in node.leases:
-        if lease.node is node and lease.tier is Tier.DEVICE and lease.depth > floor:
-            floor, holder = lease.depth, lease
-    if floor < end:
-        for child in node.children.values():
-            if child.device_pins:
-                return end, _lease_below(child, Tier.DEVICE)
-    return min(floor, end), holder
-
-
-def tree_floor(node: Node, end: int) -> tuple[int, TreeLease | None]:
-    """Return how far leases of any tier cover a node, and one that does."""
-    if not node.pins:
-        return node.start, None
-    floor, holder = node.start, None
-    for lease in node.leases:
-        if lease.node is node and lease.depth > floor:
-            floor, holder = lease.depth, lease
-    if floor < end:
-        for child in node.children.values():
-            if child.pins:
-                return end, _lease_below(child, None)
-    return min(floor, end), holder
-
-
-def _lease_below(node: Node, tier: Tier | None) -> TreeLease:
-    """Return a lease that ends in a pinned subtree."""
-    while True:
-        for lease in node.leases:
-            if lease.node is node and (tier is None or lease.tier is tier):
-                return lease
-        node = next(c for c in node.children.values() if (c.device_pins if tier is not None else c.pins))
 
 
 def _demote(f: Forest, node: Node, at: int, out: Evicted) -> None:
@@ -224,7 +186,7 @@ def _trim_host(f: Forest, node: Node, count: int, out: Evicted) -> int:
         assert holder is not None
         holder.parked.append(node)
         return 0
-    low = max(held, device_end, end - count, end - 1 if f.policy.per_page else node.run_start(end))
+    low = f.alike_from(node, max(held, device_end, end - count), end)
     cut(f, node, low, out)
     return end - low
 
@@ -247,6 +209,7 @@ def _evict_swa(f: Forest, tier: Tier, count: int, out: Evicted) -> None:
         assert node.swa is not None
         if taken:
             node.swa.prune(start, end, f.forget_run)
+            f.lost_anchor(node)
         if run.node is not None and left:
             if holders and count > 0:
                 for holder in holders:  # each guards other pages, so the end of any one matters

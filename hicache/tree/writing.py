@@ -15,8 +15,8 @@ from hicache.tree.base import Lease, Match, WritePlan
 from hicache.tree.forest import Forest
 from hicache.tree.leases import checked, lock, release
 from hicache.tree.node import STORED, Node, TreeLease, writing_bit
+from hicache.tree.protection import device_floor, tree_floor
 from hicache.tree.reading import check_boundary, page_hashes, path_to, reach_of
-from hicache.tree.shrinking import device_floor, tree_floor
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
 Mask: TypeAlias = "npt.NDArray[np.bool_]"

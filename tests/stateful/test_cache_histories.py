@@ -64,7 +64,7 @@ def make_world(seed: int) -> World:
     host = {FULL: rng.choice([30, 60]), SWA: rng.choice([8, 30]), MAMBA: rng.choice([2, 8])}
     tiers = rng.choice(["l1", "l1+l2", "l1+l2+l3", "l1+l2+l3"])
     sizes = TierSizes({c: device[c] for c in kinds}, {} if tiers == "l1" else {c: host[c] for c in kinds})
-    policy = rng.choice(["lru", "lfu", "slru", "priority", "fifo", "mru", "filo"])
+    policy = rng.choice(["lru", "lfu", "slru", "priority", "fifo", "mru", "filo", "adaptive"])
     config = CacheConfig(
         hicache_write_policy=rng.choice(list(WritePolicy)),
         hicache_storage_prefetch_policy=rng.choice(list(PrefetchPolicy)),

@@ -34,13 +34,16 @@ def take_histories(kinds: tuple[Component, ...], policy: str, seed: int, ops: in
     while sum(done.values()) < ops:
         draw = random.Random(seed)
         options = {"threshold": 4, "next_prompt_estimate": 2} if policy == "tlru" else {}
-        policies = {
-            component: make_policy(policy, **options)
-            if component is FULL or draw.random() < 0.7
-            else make_policy(draw.choice(["lru", "fifo", "mru"]))
-            for component in kinds
+        others = {
+            c: draw.choice(["lru", "fifo", "mru"]) for c in kinds if c is not FULL and draw.random() >= 0.7
         }
         rules = TreeRules(draw.choice([1, 2, 2, 3]), kinds, draw.choice([1, 2, 3, 5]) if SWA in kinds else 0)
+        policies = {
+            component: make_policy(others[component])
+            if component in others
+            else make_policy(policy, **options).for_component(component, rules)
+            for component in kinds
+        }
         shape = HistoryShape(
             device_slots=draw.choice([8, 14, 14, 24]),
             host_slots=draw.choice([8, 16, 16, 32]),

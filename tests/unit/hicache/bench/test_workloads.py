@@ -142,3 +142,45 @@ def test_impossible_workloads_are_refused_by_flag(changes: dict[str, object], me
     """A typo must name its flag instead of running for an hour."""
     with pytest.raises(ConfigError, match=message):
         small(**changes)
+
+
+def test_with_churn_that_share_of_the_conversations_is_replaced_each_round() -> None:
+    """A policy that never lets go is only found out where conversations end."""
+    workload = small(num_clients=200, num_rounds=20, churn=0.05)
+    turns = play(workload)
+    fresh = [turn for turn in turns if turn.round and turn.history == 0]
+    assert 0.04 < len(fresh) / (200 * 19) < 0.06
+    assert all(len(turn.prompt) == 8 for turn in fresh)
+    assert [turn.prompt for turn in play(workload)] == [turn.prompt for turn in turns]
+
+
+def test_half_way_every_conversation_is_replaced_and_another_churn_begins() -> None:
+    """What a policy learned before must not hold it back for long after."""
+    turns = play(small(num_clients=50, num_rounds=8, churn_later=1.0))
+    assert {turn.round for turn in turns if turn.history == 0} == {0, 4, 5, 6, 7}
+
+
+def test_shared_prefixes_begin_every_conversation_the_first_of_them_most_often() -> None:
+    """Prefixes that nobody shares would measure nothing that a shared system prompt does."""
+    workload = small(num_clients=300, num_rounds=1, shared_prefix_length=6, num_shared_prefixes=4)
+    turns = play(workload)
+    prefixes = [turn.prompt[:6].tobytes() for turn in turns]
+    counts = sorted((prefixes.count(p) for p in set(prefixes)), reverse=True)
+    assert len(counts) == 4
+    assert counts[0] > 1.5 * counts[1]
+    assert all(turn.history == 6 and len(turn.prompt) == 14 for turn in turns)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"churn": 1.5}, "--churn 1.5"),
+        ({"churn_later": -0.1}, "--churn-later -0.1"),
+        ({"shared_prefix_length": -1}, "--shared-prefix-length -1"),
+        ({"num_shared_prefixes": 0}, "--num-shared-prefixes 0"),
+    ],
+)
+def test_churn_and_prefixes_that_cannot_be_are_refused(change: dict[str, float], said: str) -> None:
+    """A share above one would silently be one."""
+    with pytest.raises(ConfigError, match=said):
+        small(**change)
