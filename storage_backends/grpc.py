@@ -82,13 +82,8 @@ class GrpcBackend(StorageBackend):
 
     @classmethod
     def from_options(cls, options: Options) -> GrpcBackend:
-        """Open the backend. A daemon that cannot be reached is logged, and calls raise until it is there."""
-        backend = cls(options)
-        try:
-            backend._connection.run("hello", lambda link, session, deadline: None)
-        except BackendError as error:
-            logger.warning("grpc: serving without L3 until the daemon answers: %s", error)
-        return backend
+        """Open the backend without a call: while the daemon cannot be reached, calls raise."""
+        return cls(options)
 
     @property
     def epoch(self) -> int:

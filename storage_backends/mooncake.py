@@ -18,6 +18,7 @@ import msgspec
 
 from hicache.config.mooncake import MooncakeSettings, prepare_environment, resolve
 from hicache.errors import BackendTimeout, BackendUnavailable, ConfigError
+from hicache.seldom import Seldom
 from hicache.storage_backends.arena import Span
 from hicache.storage_backends.base import MISS, BackendStats, Reservation, StorageBackend, WriteOutcome
 from hicache.storage_backends.bounded import BoundedCalls, CallAbandoned
@@ -107,6 +108,7 @@ class MooncakeBackend(StorageBackend):
         self._open: OpenWrites[tuple[Connection, Span]] = OpenWrites()
         self._lock = threading.Lock()
         self._closed = False
+        self._said = Seldom()
 
     @classmethod
     def from_options(cls, options: Options) -> MooncakeBackend:
@@ -122,7 +124,7 @@ class MooncakeBackend(StorageBackend):
         load_library()
         link = MooncakeLink(settings, staging_bytes=options.staging_bytes)
         if not link.wait_up(options.timeout_s):
-            logger.warning("mooncake: serving without it until it answers: %s", link.reason)
+            logger.debug("mooncake: not there yet: %s", link.reason)
         return (DirectMooncakeBackend if options.direct_reads else MooncakeBackend)(options, settings, link)
 
     def probe(self, keys: Sequence[str]) -> bytes:
@@ -170,9 +172,10 @@ class MooncakeBackend(StorageBackend):
 
         codes = self._run("commit", work, release=release) if reservations else []
         outcomes = [_outcome(code) for code in codes]
-        if failed := outcomes.count(WriteOutcome.FAILED):
+        failed = outcomes.count(WriteOutcome.FAILED)
+        if failed and (more := self._said.due("failed")) is not None:
             logger.warning(
-                "mooncake: commit: %d of %d writes failed, codes %s", failed, len(codes), set(codes)
+                "mooncake: commit: %d of %d writes failed, codes %s%s", failed, len(codes), set(codes), more
             )
         ended = iter(outcomes)
         return [WriteOutcome.FAILED if h is None else next(ended) for h in held]
@@ -301,7 +304,8 @@ class MooncakeBackend(StorageBackend):
         span = connection.reads.take(total, deadline=deadline)
         if span is None:
             if total > connection.reads.size_bytes:
-                logger.warning("mooncake: %d bytes do not fit half of staging_bytes; not read", total)
+                if (more := self._said.due("too large")) is not None:
+                    logger.warning("mooncake: %d bytes do not fit half of staging_bytes%s", total, more)
                 return [MISS] * len(names)
             raise BackendTimeout("mooncake: read: all staging memory is held by other reads")
         starts = [span.offset + offset for offset in offsets]

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from hicache.config.mooncake import MooncakeSettings
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache.seldom import Seldom
 from hicache.storage_backends.arena import Arena
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class MooncakeLink:
         self._connection: Connection | None = None
         self._reason = "not connected yet"
         self._extra: list[memoryview] = []
+        self._said = Seldom()
         self._thread = threading.Thread(target=self._watch, name="hicache-mooncake-link", daemon=True)
         self._thread.start()
 
@@ -106,7 +108,9 @@ class MooncakeLink:
             if self._state is LinkState.UP:
                 self._state, self._reason = LinkState.SUSPECT, reason
                 self._changed.notify_all()
-                logger.warning("mooncake: %s is bypassed until it answers: %s", self._where, reason)
+                if (more := self._said.due("bypassed")) is not None:
+                    what = f"mooncake: {self._where} is bypassed until it answers"
+                    logger.warning("%s: %s%s", what, reason, more)
 
     def register(self, memory: memoryview) -> None:
         """Register the caller's memory with this store, or with the one that will be set up."""
@@ -152,7 +156,8 @@ class MooncakeLink:
             try:
                 reason = self._attempt()
             except Exception as error:
-                logger.exception("mooncake: connecting to %s failed", self._where)
+                if (more := self._said.due("connecting")) is not None:
+                    logger.exception("mooncake: connecting to %s failed%s", self._where, more)
                 reason = str(error)
             with self._changed:
                 if self._is_closed():

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from hicache.errors import BackendError, BackendTimeout, BackendUnavailable, ConfigError
+from hicache.seldom import Seldom
 from hicache.storage_backends.base import MISS, BackendStats, Reservation, StorageBackend, WriteOutcome
 from hicache.storage_backends.bounded import BoundedCalls
 from hicache.storage_backends.open_writes import OpenWrites, check_sizes
@@ -96,10 +97,11 @@ class RedisBackend(StorageBackend):
         self._lock = threading.Lock()
         self._staged = 0  # bytes of all open writes
         self._closed = False
+        self._said = Seldom()
 
     @classmethod
     def from_options(cls, options: Options) -> RedisBackend:
-        """Open the backend; an unreachable server is logged, and calls raise until it is there.
+        """Open the backend; while the server cannot be reached, calls raise.
 
         Raises ConfigError for a wrong option, a missing client library, and a server that runs as a cluster.
         """
@@ -111,7 +113,7 @@ class RedisBackend(StorageBackend):
             if backend._refusal:
                 backend.close()
                 raise ConfigError(backend._refusal) from error
-            logger.warning("redis: serving without it until it answers: %s", error)
+            logger.debug("redis: not there yet: %s", error)
         return backend
 
     def probe(self, keys: Sequence[str]) -> bytes:
@@ -157,11 +159,19 @@ class RedisBackend(StorageBackend):
                 pipe = self._client.pipeline(transaction=False)
                 for r in batch[start:stop]:
                     pipe.set(self._options.key_prefix + r.key, r.buffer, nx=True, px=self._ttl_ms or None)
-                outcomes += _outcomes(pipe.execute(raise_on_error=False))
+                outcomes += self._outcomes(pipe.execute(raise_on_error=False))
             return outcomes
 
         outcomes = iter(self._run("commit", work) if reservations else ())
         return [next(outcomes) if alive else WriteOutcome.FAILED for alive in live]
+
+    def _outcomes(self, replies: Sequence[object]) -> list[WriteOutcome]:
+        outcomes = [_outcome(reply) for reply in replies]
+        if WriteOutcome.FAILED in outcomes and (more := self._said.due("refused")) is not None:
+            reason = replies[outcomes.index(WriteOutcome.FAILED)]
+            failed = outcomes.count(WriteOutcome.FAILED)
+            logger.warning("redis: commit: %d writes were refused: %s%s", failed, reason, more)
+        return outcomes
 
     def abort(self, reservations: Sequence[Reservation]) -> None:
         for r in reservations:
@@ -329,15 +339,6 @@ def _copy(value: bytes | None, buffer: memoryview) -> int:
     if len(value) <= len(buffer):
         buffer[: len(value)] = value
     return len(value)
-
-
-def _outcomes(replies: Sequence[object]) -> list[WriteOutcome]:
-    outcomes = [_outcome(reply) for reply in replies]
-    if WriteOutcome.FAILED in outcomes:
-        failed = outcomes.count(WriteOutcome.FAILED)
-        reason = replies[outcomes.index(WriteOutcome.FAILED)]
-        logger.warning("redis: commit: %d writes were refused: %s", failed, reason)
-    return outcomes
 
 
 def _outcome(reply: object) -> WriteOutcome:

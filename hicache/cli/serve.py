@@ -94,9 +94,15 @@ def _open_store(settings: ServeConfig) -> StorageBackend | None:
         if settings.store_config:
             raise ConfigError("--store-config is for other stores; memory takes --capacity")
         return None
+    from hicache.errors import BackendError
     from hicache.registry import create_backend
 
-    return create_backend(settings.store, settings.store_config)
+    store = create_backend(settings.store, settings.store_config)
+    try:
+        store.probe(["hicache-is-it-there"])
+    except BackendError as error:
+        logger.warning("serving misses until --store %s answers: %s", settings.store, error)
+    return store
 
 
 def _write_ready(path: Path, daemon: Daemon) -> None:

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from hicache.rpc import local
+from hicache.seldom import Seldom
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Attachments:
         self._sessions: set[int] = set()
         self._clients: dict[socket.socket, threading.Thread] = {}
         self._closed = False
+        self._said = Seldom()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind(b"\0" + self.name.encode())
@@ -91,7 +93,8 @@ class Attachments:
                 connection, _ = self._listener.accept()
             except OSError as error:
                 if not self._closed:  # no descriptor left, or a client that gave up
-                    logger.warning("a client could not be accepted at the arena: %s", error)
+                    if (more := self._said.due("accept")) is not None:
+                        logger.warning("a client could not be accepted at the arena: %s%s", error, more)
                     threading.Event().wait(0.1)
                 continue
             if not self._welcome(connection):
@@ -101,7 +104,8 @@ class Attachments:
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         pid, uid, _ = _PEER.unpack(peer)
         if uid != os.geteuid():
-            logger.warning("a client of user %d is not given the arena", uid)
+            if (more := self._said.due(f"user {uid}")) is not None:
+                logger.warning("a client of user %d is not given the arena%s", uid, more)
             return False
         thread = threading.Thread(
             target=self._serve, args=(connection, pid), name="hicache-client", daemon=True

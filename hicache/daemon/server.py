@@ -28,6 +28,7 @@ from hicache.errors import ConfigError
 from hicache.metrics import DaemonMetrics
 from hicache.rpc import wire
 from hicache.rpc.v1 import cache_pb2 as pb
+from hicache.seldom import Seldom
 from hicache.storage_backends.base import StorageBackend
 
 logger = logging.getLogger(__name__)
@@ -174,11 +175,13 @@ class Daemon:
         self._sessions.drop_idle()
 
     def _keep_house(self) -> None:
+        said = Seldom()
         while not self._stopping.wait(_HOUSEKEEPING_S):
             try:
                 self.housekeep()
             except Exception:
-                logger.exception("housekeeping failed; it is tried again")
+                if (more := said.due()) is not None:
+                    logger.exception("housekeeping failed; it is tried again%s", more)
 
     def _make_server(self) -> grpc.Server:
         config = self._config

@@ -15,6 +15,7 @@ from hicache.engine.scheduler import Scheduler
 from hicache.errors import BackendError, ConfigError, HiCacheError
 from hicache.keys import HASH_BYTES, key_prefix, object_key
 from hicache.registry import create_backend
+from hicache.seldom import Seldom
 from hicache.server.engine_thread import EngineThread
 from hicache.spec import ModelSpec
 from hicache.storage_backends.base import StorageBackend
@@ -23,7 +24,7 @@ from hicache.types import Component, WritePolicy
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = (0.5, 1.0, 2.0, 5.0)  # the last one for ever
+_RETRY_S = (0.5, 1.0, 2.0, 5.0)  # the last one for ever; what goes wrong is said ever more seldom
 _DETACH_S = 10.0
 
 
@@ -59,6 +60,8 @@ class StorageControl:
         self._lock = threading.Lock()
         self._choice: StorageChoice | None = None
         self._backend: StorageBackend | None = None
+        self._silent: StorageBackend | None = None  # open, and never heard of: asked again, not opened again
+        self._said = Seldom()
         self._stop_retry = threading.Event()
         self._retry: threading.Thread | None = None
 
@@ -72,9 +75,7 @@ class StorageControl:
             try:
                 self._attach(choice)
             except BackendError as error:
-                logger.warning(
-                    "%s cannot be reached, serving without L3 and trying again: %s", choice.name, error
-                )
+                self._away(choice, error)
                 self._stop_retry.clear()
                 self._retry = threading.Thread(target=self._keep_trying, name="hicache-attach", daemon=True)
                 self._retry.start()
@@ -95,7 +96,10 @@ class StorageControl:
                 if self._choice == choice:
                     return f"{choice.name} is attached already"
                 raise StorageRefused(f"{self._choice.name} is attached; detach it first (DELETE)")
-            self._attach(choice)
+            try:
+                self._attach(choice)
+            finally:
+                self._give_up()
             self._choice = choice
             return f"{choice.name} is attached"
 
@@ -108,6 +112,7 @@ class StorageControl:
             if self._choice is None:
                 return "no storage backend is attached"
             self._end_retry()
+            self._give_up()
             name, backend = self._choice.name, self._backend
             self._choice = self._backend = None
             if backend is None:
@@ -129,6 +134,7 @@ class StorageControl:
         """Close the backend; the engine must have stopped."""
         with self._lock:
             self._end_retry()
+            self._give_up()
             backend, self._backend, self._choice = self._backend, None, None
             if backend is not None:
                 backend.close()
@@ -143,15 +149,18 @@ class StorageControl:
         return left
 
     def _attach(self, choice: StorageChoice) -> None:
-        backend = choice.open(self._spec)
+        backend = self._silent or choice.open(self._spec)
+        self._silent = backend
         try:
             # Clients connect when first used: a harmless question, so that "attached" means "answers".
             backend.probe([object_key(self._spec.fingerprint, "0of1", Component.FULL, bytes(HASH_BYTES))])
             self._engine.call(lambda _: self._executor.attach(backend)).result()
+        except BackendError:
+            raise  # it may answer the next time
         except BaseException:
-            backend.close()
+            self._give_up()
             raise
-        self._backend = backend
+        self._backend, self._silent = backend, None
         logger.info("L3: %s is attached", choice.name)
 
     def _keep_trying(self) -> None:
@@ -164,12 +173,24 @@ class StorageControl:
                 try:
                     self._attach(self._choice)
                 except BackendError as error:
-                    logger.debug("%s still cannot be reached: %s", self._choice.name, error)
+                    self._away(self._choice, error)
                 except (ConfigError, HiCacheError) as error:
                     logger.error("%s: no L3: %s", self._choice.name, error)  # noqa: TRY400
                     return
                 else:
                     return
+
+    def _away(self, choice: StorageChoice, error: BackendError) -> None:
+        more = self._said.due()
+        if more is not None:
+            logger.warning(
+                "%s cannot be reached, serving without L3 and trying again: %s%s", choice.name, error, more
+            )
+
+    def _give_up(self) -> None:
+        backend, self._silent = self._silent, None
+        if backend is not None:
+            backend.close()
 
     def _end_retry(self) -> None:
         """Let the retry thread end by itself: it looks at the event under the lock."""

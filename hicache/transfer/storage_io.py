@@ -15,6 +15,7 @@ from hicache.clock import Clock
 from hicache.errors import BackendError, BackendTimeout, BackendUnavailable
 from hicache.keys import HASH_BYTES, object_key
 from hicache.objects import ObjectCodec, Verdict
+from hicache.seldom import Seldom
 from hicache.spec import ModelSpec
 from hicache.storage_backends.base import (
     MISS,
@@ -100,6 +101,7 @@ class StorageLink:
         self.incidents = 0  # times it may have lost what it held
         self.answers = True  # its last call did not fail
         self._refusing = False  # it had no room for the last objects
+        self._said = Seldom(clock)
         self.on_breaker_open: Callable[[], None] = lambda: None
 
     # -- whether to use it ---------------------------------------------------------------------
@@ -241,13 +243,11 @@ class StorageLink:
         for verdict in bad.values():
             self._counters.add(f"mismatch_{verdict.value}")
         key, verdict = next(iter(bad.items()))
-        logger.warning(
-            "%s: %d objects are unusable and go, first %s (%s)",
-            self._backend.name,
-            len(bad),
-            key,
-            verdict.value,
-        )
+        if (more := self._said.due("unusable")) is not None:
+            logger.warning(
+                "%s: %d objects are unusable and go, first %s (%s)%s",
+                *(self._backend.name, len(bad), key, verdict.value, more),
+            )
         try:
             self._backend.delete(list(bad))
         except BackendError as error:
@@ -308,7 +308,7 @@ class StorageLink:
         try:
             self._backend.abort(reservations)
         except BackendError as error:
-            logger.warning("%s: abort of %d writes failed: %s", self._backend.name, len(reservations), error)
+            self._warn("abort", error)
 
     # -- plumbing ------------------------------------------------------------------------------
 
@@ -357,8 +357,16 @@ class StorageLink:
 
     def _breaker_failure(self, operation: str, why: object) -> None:
         self._suspect, self.answers = True, False
-        logger.warning("%s: %s failed: %s", self._backend.name, operation, why)
+        self._warn(operation, why)
         if self._breaker.failure():
             self._counters.add("breaker_opened")
             logger.error("%s: storage is bypassed after repeated failures", self._backend.name)
             self.on_breaker_open()
+
+    def _warn(self, operation: str, why: object) -> None:
+        """Say what failed, but not at every call, nor at every trial while storage is bypassed."""
+        more = self._said.due(operation) if self._breaker.allows else None
+        if more is not None:
+            logger.warning("%s: %s failed: %s%s", self._backend.name, operation, why, more)
+        else:
+            logger.debug("%s: %s failed: %s", self._backend.name, operation, why)

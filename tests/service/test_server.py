@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 import threading
@@ -19,6 +20,7 @@ from hicache.registry import create_backend
 from hicache.server import storage
 from hicache.storage_backends.base import StorageBackend
 from hicache.testing.daemon import running_daemon
+from hicache.testing.faults import FaultyBackend
 from hicache.testing.served import Served, running_server
 from hicache.testing.services import free_port
 
@@ -365,6 +367,34 @@ def test_a_store_that_cannot_be_opened_yet_is_tried_again(
         assert opened.wait(20)
         eventually(lambda: client.get("/hicache/storage-backend").json()["usable"])
     assert len(tries) == 3
+
+
+def test_a_store_that_stays_away_is_told_of_once_and_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon that is not there would fill the log with a line every few seconds, for days."""
+    opened: list[FaultyBackend] = []
+
+    def never_there(name: str, options: Mapping[str, object]) -> StorageBackend:
+        opened.append(FaultyBackend(create_backend(name, options)))
+        return opened[-1]
+
+    monkeypatch.setattr(storage, "create_backend", never_there)
+    monkeypatch.setattr(storage, "_RETRY_S", (0.001,))
+    port = free_port()
+    flags = {
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": "grpc",
+        "hicache_storage_backend_extra_config": {"address": f"127.0.0.1:{port}", "timeout_s": 5.0},
+    }
+    with caplog.at_level(logging.INFO), running_server(**flags) as served:
+        eventually(lambda: opened[0].count("probe") >= 30, within_s=60.0)
+        (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        with running_daemon(port=port), httpx.Client(base_url=served.url, timeout=30) as client:
+            eventually(lambda: client.get("/hicache/storage-backend").json()["usable"], within_s=60.0)
+    assert said.startswith("grpc cannot be reached, serving without L3 and trying again: ")
+    assert [record.getMessage() for record in caplog.records].count("L3: grpc is attached") == 1
+    assert len(opened) == 1
 
 
 def storage_hit(client: httpx.Client, prompt: list[int], expected: list[int]) -> bool:

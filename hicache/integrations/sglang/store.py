@@ -17,6 +17,7 @@ from hicache.errors import BackendError, BackendTimeout, BackendUnavailable
 from hicache.integrations.sglang.identity import Identity
 from hicache.keys import HASH_BYTES, key_prefix, object_key
 from hicache.objects import ObjectCodec, Verdict
+from hicache.seldom import Seldom
 from hicache.storage_backends.base import (
     MISS,
     BackendStats,
@@ -96,8 +97,10 @@ class ObjectStore:
         self._backend: StorageBackend | None = None
         self._trial: threading.Thread | None = None
         self._staging: StagingPool | None = None
+        self._said = Seldom(clock)
         try:
             self._open()
+            self._running().stats()  # so that what is away is said at the start, not at the first request
         except BackendError as error:
             self._failed("open", error)
 
@@ -200,9 +203,11 @@ class ObjectStore:
         for verdict in bad.values():
             self._counters.add(f"mismatch_{verdict.value}")
         key, verdict = next(iter(bad.items()))
-        logger.warning(
-            "HiCache: %d objects in L3 are unusable and deleted, first %s (%s)", len(bad), key, verdict.value
-        )
+        if (more := self._said.due("unusable")) is not None:
+            logger.warning(
+                "HiCache: %d objects in L3 are unusable and deleted, first %s (%s)%s",
+                *(len(bad), key, verdict.value, more),
+            )
         try:
             self._running().delete(list(bad))
         except BackendError as error:

@@ -58,7 +58,8 @@ def test_what_is_missing_is_said_once_and_the_server_goes_on(report: dict[str, A
     assert why in off
     assert report["strange"] in strange
     assert any(
-        "serving without L3 until the daemon answers: grpc: hello at 127.0.0.1:1" in line for line in away
+        "serving without L3 until it answers again: open failed: grpc: stats at 127.0.0.1:1" in line
+        for line in away
     )
 
 

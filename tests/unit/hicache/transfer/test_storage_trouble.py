@@ -55,6 +55,24 @@ def test_a_cancelled_fetch_ends_behind_the_batch_in_flight_and_keeps_what_arrive
         world.executor.arrived(job)
 
 
+def test_a_store_that_stays_away_is_not_told_of_at_every_trial(
+    world: TransferWorld, store: FaultyBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A dead store would write a line per trial until somebody comes."""
+    store.script = always(probe=Fault(error=BackendUnavailable("dead")))
+    while world.executor.has_storage:
+        world.executor.start_probe(world.job(), REFS)
+        assert world.end().failed
+    for _ in range(5):
+        before = store.count("probe")
+        world.clock.advance(60.0)
+        until(lambda before=before: store.count("probe") > before)
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "faulty: probe failed: dead"),
+        ("ERROR", "faulty: storage is bypassed after repeated failures"),
+    ]
+
+
 @pytest.mark.parametrize("kind", [JobKind.FETCH, JobKind.PROBE])
 def test_a_cancelled_job_that_has_not_begun_ends_at_once(
     world: TransferWorld, store: FaultyBackend, kind: JobKind
