@@ -116,7 +116,7 @@ def _show(planned: IslandPlan, splits: list[Split]) -> None:
     out.print(f"without islands   N = r T / {planned.hold:,}")
     out.print(
         f"with islands      N = (r T - {planned.chunk:,}) / {retained:,}, "
-        f"where {retained:,} = ceil({planned.window:,} / {planned.page_size}) + 1 pages of {planned.page_size}"
+        f"{retained:,} = {planned.page_size} x (ceil({planned.window:,} / {planned.page_size}) + 1)"
     )
     out.print(
         f"SWA pool floor    {planned.chunk:,} + {planned.running} x {retained:,} = {planned.floor:,} tokens\n"

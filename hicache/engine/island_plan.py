@@ -77,7 +77,7 @@ class IslandPlan:
         return self.chunk + self.running * self.retained
 
     def split(self, ratio: float, total: int | None = None) -> Split:
-        """Split the memory at one ratio; `total` FULL tokens instead of as many as fit. Raises ConfigError."""
+        """Split the memory at one ratio; `total` FULL tokens instead of all that fit. Raises ConfigError."""
         if not 0 < ratio <= 1:
             raise ConfigError(f"--swa-full-tokens-ratio {ratio:g} must be in (0, 1]")
         if total is not None and total < 1:
@@ -129,6 +129,6 @@ def ratio_warning(
     return (
         f"--swa-full-tokens-ratio {swa_tokens / full_tokens:.3g} assumes islands, and they are off: "
         f"{swa_tokens} SWA tokens hold the last chunks of {swa_tokens / chunk:.1f} requests, FULL those of "
-        f"{wanted:.1f}; dead windows will displace live ones. Set --enable-swa-islands ({enough}), or a ratio "
-        f"of at least {ratio:.2g}"
+        f"{wanted:.1f}; dead windows will displace live ones. Set --enable-swa-islands ({enough}), or a "
+        f"ratio of at least {ratio:.2g}"
     )
