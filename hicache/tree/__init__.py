@@ -14,6 +14,7 @@ from hicache.tree.base import (
 )
 from hicache.tree.eviction import EvictionPolicy
 from hicache.tree.policies import POLICIES, make_policy
+from hicache.tree.residency import Loss, Observer
 from hicache.tree.unified import UnifiedTree
 
 __all__ = [
@@ -23,7 +24,9 @@ __all__ = [
     "Freed",
     "Inserted",
     "Lease",
+    "Loss",
     "Match",
+    "Observer",
     "PathPresence",
     "PathSlots",
     "TreeCore",

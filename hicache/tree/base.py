@@ -11,8 +11,12 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hicache.types import NO_SLOT, Component, Slots, Tier, TokenBuffer
+
+if TYPE_CHECKING:
+    from hicache.tree.residency import Observer
 
 Freed = dict[tuple[Tier, Component], Slots]  # slots that left the tree; the caller frees them in their pools
 
@@ -315,6 +319,10 @@ class TreeCore(ABC):
         """Drop everything that no lease protects, on both tiers."""
 
     # -- checking ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def observe(self, observer: Observer | None) -> None:
+        """Tell `observer` what is held now and every change from then on; None ends it. At most one."""
 
     @abstractmethod
     def owned(self, tier: Tier, component: Component) -> Slots:

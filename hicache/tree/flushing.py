@@ -8,6 +8,7 @@ from hicache.tree.base import Lease, Match
 from hicache.tree.forest import Forest
 from hicache.tree.leases import lock
 from hicache.tree.node import STORED, Node
+from hicache.tree.residency import tell_storage_forgotten
 from hicache.types import Tier
 
 _NOT_STORED = bytes(flag & ~STORED for flag in range(256))
@@ -30,6 +31,8 @@ def forget_all_stored(f: Forest) -> None:
     """Clear every belief that something is in storage; writes in flight go on."""
     for root in f.roots.values():
         for node in _below(root):
+            if f.observer is not None:
+                tell_storage_forgotten(f, node)
             for flags in (node.flags, node.swa.flags if node.swa is not None else None):
                 if flags is not None:
                     flags[:] = flags.translate(_NOT_STORED)

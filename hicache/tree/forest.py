@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from hicache.errors import InvariantViolation
 from hicache.tree.base import Freed, TreeRules
 from hicache.tree.eviction import Candidates, EvictionPolicy, Key
-from hicache.tree.node import Node, State, TreeLease
+from hicache.tree.node import STORED, Node, State, TreeLease
 from hicache.tree.protection import may_go
+from hicache.tree.residency import Loss, Observer, tell_state_lost, tell_windows_lost
 from hicache.tree.window import Run
 from hicache.types import NO_SLOT, TOKEN_BYTES, Component, Slots, Tier, TokenBuffer
 
@@ -54,6 +55,8 @@ class Forest:
         self.counts: dict[tuple[Tier, Component], tuple[int, int]] = {}
         self.joinable: list[Node] = []  # lost a child lately
         self.copied: dict[Node, None] = {}  # may hold FULL host copies of device pages, oldest first
+        self.observer: Observer | None = None
+        self.loss = Loss.EVICTED  # why pages leave just now
 
         if isinstance(policies, EvictionPolicy):
             policies = {component: policies.for_component(component, rules) for component in rules.kinds}
@@ -334,6 +337,8 @@ class Forest:
     def take_windows(self, node: Node, tier: Tier, start: int, end: int, freed: Freed) -> None:
         """Take a tier's SWA pages and states of pages [start, end) out of a node into `freed`."""
         if node.swa is not None:
+            if self.observer is not None:
+                tell_windows_lost(self, node, tier, start, end)
             taken = node.swa.take(tier, start, end)
             if taken:
                 self.resident[tier][Component.SWA] -= len(taken)
@@ -352,10 +357,15 @@ class Forest:
         if slot < 0:
             return
         state.slots[tier] = NO_SLOT
+        gone = state.slots[0] < 0 and state.slots[1] < 0
+        if self.observer is not None:
+            tell_state_lost(self, state, tier, self.loss)
+            if gone and state.flags & STORED:
+                tell_state_lost(self, state, Tier.STORAGE, Loss.UNTRACKED)
         self.resident[tier][Component.MAMBA] -= 1
         put(freed, tier, Component.MAMBA, array("i", [slot]))
         self.states[tier].withdraw(state)
-        if state.slots[0] < 0 and state.slots[1] < 0 and state.node is not None:
+        if gone and state.node is not None:
             node = state.node
             node.states.remove(state)
             self.forget_state(state)

@@ -16,6 +16,7 @@ from hicache.tree.leases import checked, move, tell_device, touch_window
 from hicache.tree.node import STORED, Node, State
 from hicache.tree.observing import saw_written
 from hicache.tree.reading import common_bytes
+from hicache.tree.residency import tell_gained, tell_pages_gained, tell_state_gained
 from hicache.tree.window import HOLE, Run
 from hicache.types import NO_SLOT, Component, Slots, Tier, TokenBuffer
 
@@ -171,6 +172,8 @@ def _join_device(f: Forest, offer: _Offer, node: Node, at: int, stop: int, out: 
             node.parent.device_children += 1
         node.device += offer.full[low - base : stop - base]
         f.resident[0][0] += stop - low
+        if f.observer is not None:
+            tell_gained(f, node, Tier.DEVICE, Component.FULL, low, stop)
         if node.host_count:
             f.copied[node] = None
         _adopt_swa(f, offer, node, low, stop)
@@ -202,8 +205,10 @@ def _adopt_swa(f: Forest, offer: _Offer, node: Node, low: int, high: int) -> Non
             stop += 1
         swa.put(tier, at, offer.swa[at - offer.start : stop - offer.start])
         f.resident[tier][Component.SWA] += stop - at
+        if f.observer is not None:
+            tell_gained(f, node, tier, Component.SWA, at, stop)
         if tier is Tier.HOST and offer.stored:
-            _set_flag(swa.make_flags(), at - node.start, stop - node.start)
+            _believe(f, node, Component.SWA, at, stop)
         for run in swa.cover(at, stop, offer.stats(1)):
             f.offer_run(run)
         at = stop
@@ -230,6 +235,8 @@ def _grow_device(f: Forest, offer: _Offer, node: Node, at: int, key: bytes, out:
     leaf.add_mark(offer.stats(1))
     f.resident[0][0] += count
     f.pages += count
+    if f.observer is not None:
+        tell_gained(f, leaf, Tier.DEVICE, Component.FULL, at, offer.end)
     out.full += slots
     out.new_pages = count
     swa = leaf.swa
@@ -259,6 +266,8 @@ def _add_runs(f: Forest, offer: _Offer, leaf: Node, at: int, has: bytes) -> None
         swa.runs.append(run)
         f.runs[0].offer(run)
         f.resident[0][Component.SWA] += stop - first
+        if f.observer is not None:
+            tell_gained(f, leaf, Tier.DEVICE, Component.SWA, run.start, run.end)
         first = has.find(1, stop)
 
 
@@ -286,14 +295,30 @@ def _adopt_states(
             offer.reject(Component.MAMBA, array("i", [slot]))
             continue
         state.slots[tier] = slot
+        if f.observer is not None:
+            tell_state_gained(f, state, tier)
         if tier is Tier.HOST and offer.stored:
-            state.flags |= STORED
+            believe_state(f, state)
         f.resident[tier][Component.MAMBA] += 1
         f.states[tier].offer(state)
 
 
-def _set_flag(flags: bytearray, start: int, end: int) -> None:
-    for i in range(start, end):
+def believe_state(f: Forest, state: State) -> None:
+    """Note that a state is in storage."""
+    if f.observer is not None and not state.flags & STORED:
+        tell_state_gained(f, state, Tier.STORAGE)
+    state.flags |= STORED
+
+
+def _believe(f: Forest, node: Node, component: Component, start: int, end: int) -> None:
+    """Note that pages [start, end) of a node are in storage."""
+    swa = node.swa
+    flags = node.make_flags() if component is Component.FULL or swa is None else swa.make_flags()
+    base = node.start
+    if f.observer is not None:
+        fresh = [page for page in range(start, end) if not flags[page - base] & STORED]
+        tell_pages_gained(f, node, Tier.STORAGE, component, fresh)
+    for i in range(start - base, end - base):
         flags[i] |= STORED
 
 
@@ -367,8 +392,10 @@ def _join_host(f: Forest, offer: _Offer, node: Node, at: int, stop: int) -> None
         host[page - base] = slot
         node.host_count += 1
         f.resident[1][0] += 1
+        if f.observer is not None:
+            tell_gained(f, node, Tier.HOST, Component.FULL, page, page + 1)
         if offer.stored:
-            node.make_flags()[page - base] |= STORED
+            _believe(f, node, Component.FULL, page, page + 1)
     if node.host_count and node.device:
         f.copied[node] = None
         f.offer(node)  # a copy may be what its tail lacked to leave the device
@@ -388,8 +415,10 @@ def _grow_host(f: Forest, offer: _Offer, node: Node, at: int, key: bytes) -> Nod
     leaf.extend(offer.view[at * f.page_bytes : (at + count) * f.page_bytes], count)
     leaf.make_host()[first:] = slots
     leaf.host_count += count
+    if f.observer is not None:
+        tell_gained(f, leaf, Tier.HOST, Component.FULL, at, at + count)
     if offer.stored:
-        _set_flag(leaf.make_flags(), first, first + count)
+        _believe(f, leaf, Component.FULL, at, at + count)
     leaf.add_mark(Stats(offer.now, offer.now, 0, offer.priority, offer.reach))
     f.resident[1][0] += count
     f.pages += count

@@ -12,6 +12,7 @@ from hicache.tree.base import Evicted, Freed
 from hicache.tree.forest import TIERS, Forest, put
 from hicache.tree.node import STORED, Node, TreeLease
 from hicache.tree.protection import device_floor, tree_floor
+from hicache.tree.residency import Loss, tell_cut, tell_lost
 from hicache.tree.window import Run
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
@@ -107,6 +108,9 @@ def _uncopied_from(node: Node, low: int, end: int) -> int:
 def _demote(f: Forest, node: Node, at: int, out: Evicted) -> None:
     """Take the device pages from `at` on, which all have host copies, off the device."""
     end = node.device_end
+    if f.observer is not None:
+        why = Loss.DEMOTED if f.loss is Loss.EVICTED else f.loss
+        tell_lost(f, node, Tier.DEVICE, Component.FULL, range(at, end), why)
     taken = node.device[at - node.start :]
     del node.device[at - node.start :]
     put(out.freed, Tier.DEVICE, Component.FULL, taken)
@@ -139,6 +143,8 @@ def _cut_pages(f: Forest, node: Node, at: int, out: Evicted) -> None:
     """Take the slots of pages [at, end) of a childless node, and shorten it unless nothing would remain."""
     end, i = node.end, at - node.start
     out.lost += _unsaved(node, i)
+    if f.observer is not None:
+        tell_cut(f, node, at)
     f.take_windows(node, Tier.DEVICE, at, end, out.freed)
     f.take_windows(node, Tier.HOST, at, end, out.freed)
     if len(node.device) > i:
@@ -148,17 +154,8 @@ def _cut_pages(f: Forest, node: Node, at: int, out: Evicted) -> None:
         put(out.freed, Tier.DEVICE, Component.FULL, taken)
         if i == 0:
             f.lost_device(node)
-    if node.host_count and node.host is not None:
-        taken = node.host[i:]
-        del node.host[i:]
-        if NO_SLOT in taken:
-            taken = array("i", [slot for slot in taken if slot >= 0])
-        if taken:
-            node.host_count -= len(taken)
-            f.resident[1][0] -= len(taken)
-            put(out.freed, Tier.HOST, Component.FULL, taken)
-    elif node.host is not None:
-        del node.host[i:]
+    if node.host is not None:
+        _cut_host(f, node, i, out)
     f.pages -= end - at
     if i:
         node.end = at
@@ -168,6 +165,19 @@ def _cut_pages(f: Forest, node: Node, at: int, out: Evicted) -> None:
         if node.swa is not None:
             node.swa.cut(at, f.forget_run)
         node.cut_marks(at)
+
+
+def _cut_host(f: Forest, node: Node, i: int, out: Evicted) -> None:
+    assert node.host is not None
+    taken = node.host[i:]
+    del node.host[i:]
+    if node.host_count:
+        if NO_SLOT in taken:
+            taken = array("i", [slot for slot in taken if slot >= 0])
+        if taken:
+            node.host_count -= len(taken)
+            f.resident[1][0] -= len(taken)
+            put(out.freed, Tier.HOST, Component.FULL, taken)
 
 
 def _unsaved(node: Node, i: int) -> int:
@@ -253,6 +263,8 @@ def _tombstone(
             hole = has.find(0, at, stop - base)
             if hole >= 0:
                 stop = hole + base
+            if f.observer is not None:
+                tell_lost(f, node, tier, Component.SWA, range(page, stop), f.loss)
             slots = node.swa.take(tier, page, stop)
             f.resident[tier][Component.SWA] -= stop - page
             put(freed, tier, Component.SWA, slots)
@@ -315,6 +327,7 @@ def _reclaim_node(f: Forest, node: Node, low: int, count: int, freed: Slots) -> 
     host = node.host
     if host is None:
         return
+    taken: list[int] = []
     for i in range(low - node.start, len(node.device)):
         if len(freed) >= count:
             break
@@ -323,10 +336,28 @@ def _reclaim_node(f: Forest, node: Node, low: int, count: int, freed: Slots) -> 
             host[i] = NO_SLOT
             node.host_count -= 1
             f.resident[1][0] -= 1
+            taken.append(node.start + i)
+    if f.observer is not None:
+        why = Loss.RECLAIMED if f.loss is Loss.EVICTED else f.loss
+        tell_lost(f, node, Tier.HOST, Component.FULL, taken, why)
 
 
 def drop_all(f: Forest) -> Freed:
     """Drop what no lease protects: tails first, then windows, states and host copies above them."""
+    observer = f.observer
+    if f.leases or observer is None:
+        f.loss = Loss.FLUSHED
+        freed = _drop_all(f)
+        f.loss = Loss.EVICTED
+        return freed
+    f.observer = None  # everything goes: that is one change
+    freed = _drop_all(f)
+    f.observer = observer
+    observer.cleared()
+    return freed
+
+
+def _drop_all(f: Forest) -> Freed:
     out = Evicted({})
     for component in f.rules.kinds:
         for tier in TIERS:

@@ -19,6 +19,7 @@ from hicache.tree.base import (
 )
 from hicache.tree.eviction import EvictionPolicy
 from hicache.tree.forest import Forest
+from hicache.tree.residency import Observer, observe
 from hicache.types import Component, Slots, Tier, TokenBuffer
 
 
@@ -164,6 +165,9 @@ class UnifiedTree(TreeCore):
 
     def drop_all(self) -> Freed:
         return shrinking.drop_all(self._forest)
+
+    def observe(self, observer: Observer | None) -> None:
+        observe(self._forest, observer)
 
     def owned(self, tier: Tier, component: Component) -> Slots:
         return integrity.owned(self._forest, tier, component)

@@ -13,10 +13,18 @@ import numpy.typing as npt
 from hicache.errors import InvariantViolation
 from hicache.tree.base import Lease, Match, WritePlan
 from hicache.tree.forest import Forest
+from hicache.tree.growing import believe_state
 from hicache.tree.leases import checked, lock, release
 from hicache.tree.node import STORED, Node, TreeLease, writing_bit
 from hicache.tree.protection import device_floor, tree_floor
 from hicache.tree.reading import check_boundary, page_hashes, path_to, reach_of
+from hicache.tree.residency import (
+    Loss,
+    tell_lost,
+    tell_pages_gained,
+    tell_state_gained,
+    tell_state_lost,
+)
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
 Mask: TypeAlias = "npt.NDArray[np.bool_]"
@@ -254,6 +262,9 @@ def _end_pages(
         flags[indices] &= keep
         done = given >= 0
         if target is Tier.STORAGE:
+            if f.observer is not None:
+                fresh = indices[done & (flags[indices] & STORED == 0)] + node.start
+                tell_pages_gained(f, node, target, component, fresh.tolist())
             flags[indices[done]] |= STORED
         else:
             left.frombytes(_publish(f, node, component, indices[done], given[done]).tobytes())
@@ -272,6 +283,8 @@ def _publish(f: Forest, node: Node, component: Component, indices: Indices, slot
         fits = (host[indices] < 0) & (np.frombuffer(node.swa.device, np.int32)[indices] >= 0)
     host[indices[fits]] = slots[fits]
     count = int(fits.sum())
+    if f.observer is not None:
+        tell_pages_gained(f, node, Tier.HOST, component, (indices[fits] + node.start).tolist())
     f.resident[Tier.HOST][component] += count
     if component is Component.FULL:
         node.host_count += count
@@ -292,11 +305,13 @@ def _end_state(f: Forest, node: Node, at: int, target: Tier, result: int, left: 
     if result < 0:
         return
     if target is Tier.STORAGE:
-        state.flags |= STORED
+        believe_state(f, state)
     elif state.slots[Tier.HOST] >= 0:
         left.append(result)
     else:
         state.slots[Tier.HOST] = result
+        if f.observer is not None:
+            tell_state_gained(f, state, Tier.HOST)
         f.resident[Tier.HOST][Component.MAMBA] += 1
         f.states[Tier.HOST].offer(state)
 
@@ -312,11 +327,15 @@ def forget_stored(f: Forest, at: Match | Lease, component: Component, positions:
         if mamba:
             state = node.state(position)
             if state is not None:
+                if f.observer is not None and state.flags & STORED:
+                    tell_state_lost(f, state, Tier.STORAGE, Loss.MISSING)
                 state.flags &= ~STORED
-        elif component is Component.SWA and node.swa is not None and node.swa.flags is not None:
-            node.swa.flags[page - node.start] &= ~STORED
-        elif component is Component.FULL and node.flags is not None:
-            node.flags[page - node.start] &= ~STORED
+            continue
+        flags = node.flags if component is Component.FULL or node.swa is None else node.swa.flags
+        if flags is not None:
+            if f.observer is not None and flags[page - node.start] & STORED:
+                tell_lost(f, node, Tier.STORAGE, component, (page,), Loss.MISSING)
+            flags[page - node.start] &= ~STORED
     f.version += 1
 
 
