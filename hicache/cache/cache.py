@@ -59,7 +59,8 @@ class HiCache:
         self._jobs = Jobs()
         self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats)
         self._prefetcher = Prefetcher(
-            tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats
+            *(tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats),
+            weights={c.component: c.page_bytes for c in spec.components},
         )
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight

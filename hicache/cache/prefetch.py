@@ -7,86 +7,28 @@ a read still fills stay held until the read ends (law 9).
 
 from __future__ import annotations
 
-import enum
 from array import array
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
-from itertools import compress, repeat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import compress
 
-from hicache import boundary
+from hicache.cache.fetch_plan import Outlook, reading_order, wanted
 from hicache.cache.jobs import Jobs
 from hicache.cache.pools import Copies, PagePools
+from hicache.cache.prefetch_state import Phase, Prefetch
 from hicache.cache.stats import CacheStats
 from hicache.clock import Clock
 from hicache.config.cache import CacheConfig
 from hicache.keys import page_hashes
 from hicache.policy.prefetch import PrefetchRule, PrefetchVerdict
 from hicache.request import Request
-from hicache.transfer.base import Done, Executor, JobId, JobKind, ObjectRef
-from hicache.tree.base import Lease, Match, PathPresence, TreeCore, TreeRules
+from hicache.transfer.base import Done, Executor, JobId, JobKind
+from hicache.tree.base import Match, TreeCore, TreeRules
 from hicache.types import NO_SLOT, TOKEN_BYTES, Component, PrefetchPolicy, Slots, Tier
 
 # Reasons why a prefetch brought nothing that may be different once the host has lost pages.
 _NOTHING_TO_FETCH = frozenset({"not_stored", "below_threshold"})
 _MAX_LOOKS = 4
-_make_ref = tuple.__new__  # a prompt names thousands of objects: NamedTuple's own constructor is slow
-
-
-class _Phase(enum.Enum):
-    PROBING = "probing"
-    CROWDED = "crowded"  # other queued requests hold the host pages it needs; no job is open
-    FETCHING = "fetching"
-    ENDED = "ended"  # published or given up; a cut-off read may still hold its pages
-
-
-@dataclass(slots=True)
-class _Part:
-    """The objects of one component in a probe or fetch, in job order.
-
-    Positions ascend: page indices (FULL, SWA) or boundaries (MAMBA). `slots` are host pages held by
-    the fetch, NO_SLOT once the tree has them.
-    """
-
-    component: Component
-    positions: Sequence[int]
-    slots: Slots = field(default_factory=lambda: array("i"))
-
-
-@dataclass(slots=True)
-class _Prefetch:
-    request: Request
-    job: JobId
-    known: int  # pages reachable without storage when it was planned (the host boundary)
-    asked: int  # FULL pages below this were on device or host, and were not asked for
-    limit: int  # pages
-    hashes: list[bytes]  # of pages [0, limit)
-    parts: list[_Part]
-    progress_at: float
-    arrived: int = 0
-    phase: _Phase = _Phase.PROBING
-    blocked_since: float | None = None
-    reason: str = ""  # why it ended
-    reached: int = 0  # pages; the boundary it has published
-    anchor: Lease | None = None  # keeps what the pages being fetched will hang on
-    lease: Lease | None = None  # keeps what was published until admission
-
-    def split(self, flags: bytes) -> list[tuple[_Part, bytes]]:
-        """Cut a job's flags into those of each part; a job that ended early lacks its last flags."""
-        cut, at = [], 0
-        for part in self.parts:
-            count = len(part.positions)
-            cut.append((part, flags[at : at + count].ljust(count, b"\0")))
-            at += count
-        return cut
-
-    def refs(self) -> list[ObjectRef]:
-        """Names of all objects; a state is named by the page it ends."""
-        refs: list[ObjectRef] = []
-        for part in self.parts:
-            behind = part.component is Component.MAMBA
-            names = zip(repeat(part.component), (self.hashes[p - behind] for p in part.positions))
-            refs += map(_make_ref, repeat(ObjectRef), names)
-        return refs
 
 
 @dataclass(slots=True)
@@ -110,7 +52,11 @@ class Prefetcher:
         config: CacheConfig,
         clock: Clock,
         stats: CacheStats,
+        *,
+        weights: Mapping[Component, int],
     ) -> None:
+        """`weights` are the bytes of a page of each family."""
+        self._weights = weights
         self._tree, self._rules, self._pools = tree, rules, pools
         self._executor, self._jobs, self._clock, self._stats = executor, jobs, clock, stats
         self._threshold = max(config.prefetch_threshold, rules.page_size)
@@ -121,9 +67,9 @@ class Prefetcher:
             config.prefetch_timeout_per_ki_token,
             config.prefetch_timeout_max,
         )
-        self._by_rid: dict[str, _Prefetch] = {}
+        self._by_rid: dict[str, Prefetch] = {}
         self._found: dict[str, _Found] = {}
-        self._fetching: dict[JobId, _Prefetch] = {}  # whose slots are (partly) ours
+        self._fetching: dict[JobId, Prefetch] = {}  # whose slots are (partly) ours
 
     # -- life of a request ---------------------------------------------------------------------
 
@@ -143,12 +89,12 @@ class Prefetcher:
         known = self._tree.page_hashes(found, 0, found.full)
         rest = memoryview(tokens).cast("B")[found.full * page * TOKEN_BYTES : limit * page * TOKEN_BYTES]
         hashes = known + page_hashes(known[-1] if known else request.scope, rest, page)
-        parts = self._missing(found, self._tree.presence(found), limit)
+        parts = wanted(self._rules, found.full, found.host, limit, self._tree.presence(found))
         job = self._jobs.open(JobKind.PROBE, lambda done: self._probed(done, prefetch))
-        prefetch = _Prefetch(request, job, found.host, found.full, limit, hashes, parts, self._clock.now())
+        prefetch = Prefetch(request, job, found.host, found.full, limit, hashes, parts, self._clock.now())
         if before is not None:
             prefetch.blocked_since = before.blocked_since
-            if before.phase is _Phase.CROWDED:
+            if before.phase is Phase.CROWDED:
                 prefetch.progress_at = before.progress_at  # waiting for room is no progress
         if looks > 1 and self._reserved() + found.full <= self._room():
             # It has lost pages once: keep what is left until the answer is there.
@@ -160,20 +106,20 @@ class Prefetcher:
     def ready(self, request: Request) -> bool:
         """True if the prefetch policy lets the request be scheduled now. Publishes what is there."""
         prefetch = self._by_rid.get(request.rid)
-        if prefetch is None or prefetch.phase is _Phase.ENDED:
+        if prefetch is None or prefetch.phase is Phase.ENDED:
             prefetch = self._look_again(request)
             if prefetch is None:
                 return True
         now = self._clock.now()
         if prefetch.blocked_since is None:
             prefetch.blocked_since = now
-        if prefetch.phase is _Phase.CROWDED and self._has_room(prefetch):
+        if prefetch.phase is Phase.CROWDED and self._has_room(prefetch):
             self.start(request)
             prefetch = self._by_rid.get(request.rid)
             if prefetch is None:
                 return True
         assert prefetch.blocked_since is not None
-        if prefetch.phase is _Phase.FETCHING:
+        if prefetch.phase is Phase.FETCHING:
             arrived = self._executor.arrived(prefetch.job).count(1)
             if arrived > prefetch.arrived:
                 prefetch.arrived, prefetch.progress_at = arrived, now
@@ -185,13 +131,14 @@ class Prefetcher:
         )
         if verdict is PrefetchVerdict.WAIT:
             return False
-        if prefetch.phase is _Phase.FETCHING:
-            self._publish(prefetch, self._executor.arrived(prefetch.job))
+        if prefetch.phase is Phase.FETCHING:
+            prefetch.collect(self._executor.arrived(prefetch.job))
+            self._publish(prefetch)
         self._cancel(prefetch)
         self._end(prefetch, "cut_off" if verdict is PrefetchVerdict.STOP else "deadline")
         return True
 
-    def _look_again(self, request: Request) -> _Prefetch | None:
+    def _look_again(self, request: Request) -> Prefetch | None:
         """Begin anew if what a request had on the host has been evicted while it was queued.
 
         A prefetch that failed, or was cut off, is not repeated: that would wait twice.
@@ -207,11 +154,11 @@ class Prefetcher:
         self.start(request)
         return self._by_rid.get(request.rid)
 
-    def _cancel(self, prefetch: _Prefetch) -> None:
-        if prefetch.phase is not _Phase.CROWDED:
+    def _cancel(self, prefetch: Prefetch) -> None:
+        if prefetch.phase is not Phase.CROWDED:
             self._executor.cancel(prefetch.job)
 
-    def _has_room(self, prefetch: _Prefetch) -> bool:
+    def _has_room(self, prefetch: Prefetch) -> bool:
         """True if a crowded prefetch could get its pages, or nobody is left to wait for."""
         reserved, share = self._reserved(), self._room()
         return not reserved or share - reserved >= prefetch.limit - prefetch.known
@@ -225,7 +172,7 @@ class Prefetcher:
                 tokens=(p.limit - p.known) * self._rules.page_size,
             )
             for p in self._by_rid.values()
-            if p.blocked_since is not None and p.phase is not _Phase.ENDED
+            if p.blocked_since is not None and p.phase is not Phase.ENDED
         ]
         return min(times, default=None)
 
@@ -239,7 +186,7 @@ class Prefetcher:
         prefetch = self._by_rid.pop(request.rid, None)
         if prefetch is None:
             return range(0)
-        if prefetch.phase is not _Phase.ENDED:
+        if prefetch.phase is not Phase.ENDED:
             self._cancel(prefetch)
             self._end(prefetch, "aborted")
         if prefetch.lease is not None:
@@ -258,8 +205,8 @@ class Prefetcher:
 
     # -- continuations -------------------------------------------------------------------------
 
-    def _probed(self, done: Done, prefetch: _Prefetch) -> None:
-        if prefetch.phase is _Phase.ENDED:
+    def _probed(self, done: Done, prefetch: Prefetch) -> None:
+        if prefetch.phase is Phase.ENDED:
             return
         if done.failed:
             self._end(prefetch, "store_failed")
@@ -270,130 +217,147 @@ class Prefetcher:
             self._end(prefetch, "anchor_lost")  # evicted meanwhile: what lies between was not asked for
             self.start(request)
             return
-        there: dict[Component, set[int]] = {}
         for part, flags in prefetch.split(done.flags):
-            there[part.component] = set(compress(part.positions, flags))
+            prefetch.there[part.component] = set(compress(part.positions, flags))
             # A probe is truth: what it did not find is not stored, whatever the tree believed (law 7).
-            end = found.full + (part.component is Component.MAMBA)
-            gone = [p for p, flag in zip(part.positions, flags, strict=True) if not flag and p < end]
-            if gone:
-                self._tree.forget_stored(found, part.component, gone)
-        reason = self._plan(prefetch, found, there)
+            gone = [p for p, flag in zip(part.positions, flags, strict=True) if not flag]
+            self._forget(found, part.component, gone)
+        reason = self._plan(prefetch, found)
         if reason:
             self._end(prefetch, reason)
-        if prefetch.phase is not _Phase.PROBING:
-            return
-        prefetch.phase = _Phase.FETCHING
+        elif prefetch.phase is Phase.PROBING:
+            self._fetch(prefetch)
+
+    def _fetch(self, prefetch: Prefetch) -> None:
+        """Begin the read that has been planned."""
+        prefetch.phase, prefetch.arrived = Phase.FETCHING, 0
         prefetch.job = self._jobs.open(JobKind.FETCH, lambda done: self._fetched(done, prefetch))
         self._fetching[prefetch.job] = prefetch
         slots = [s for part in prefetch.parts for s in part.slots]
         self._executor.start_fetch(prefetch.job, prefetch.refs(), slots)
 
-    def _fetched(self, done: Done, prefetch: _Prefetch) -> None:
+    def _fetched(self, done: Done, prefetch: Prefetch) -> None:
         del self._fetching[done.job]
-        if prefetch.phase is _Phase.FETCHING:
-            whole = sum(done.flags) == sum(len(part.positions) for part in prefetch.parts)
-            self._publish(prefetch, done.flags)
-            self._end(prefetch, "complete" if whole else "store_failed" if done.failed else "incomplete")
+        fetching = prefetch.phase is Phase.FETCHING
+        missing = prefetch.collect(done.flags) if fetching else []
         for part in prefetch.parts:
-            left = array("i", (s for s in part.slots if s != NO_SLOT))
-            self._pools.free(Tier.HOST, part.component, left)
+            self._free(prefetch, part.component, part.slots)
+        prefetch.parts = []
+        if not fetching or (missing and not done.failed and self._read_on(prefetch, missing)):
+            return
+        self._publish(prefetch)
+        whole = prefetch.reached >= prefetch.target
+        self._end(prefetch, "complete" if whole else "store_failed" if done.failed else "incomplete")
+
+    def _read_on(self, prefetch: Prefetch, missing: list[tuple[Component, int]]) -> bool:
+        """Objects were gone or no good: read what the next boundary below lacks, if there is one.
+
+        It ends, because storage is believed to have less each time.
+        """
+        request = prefetch.request
+        found = self._tree.match(request.scope, request.tokens, prefetch.limit * self._rules.page_size)
+        for component, position in missing:
+            prefetch.there[component].discard(position)
+            self._forget(found, component, [position])
+        if self._plan(prefetch, found):
+            return False
+        prefetch.progress_at = self._clock.now()
+        self._fetch(prefetch)
+        return True
+
+    def _forget(self, found: Match, component: Component, positions: list[int]) -> None:
+        """Correct the tree's belief that pages of its own are stored."""
+        end = found.full + (component is Component.MAMBA)
+        gone = [p for p in positions if p < end]
+        if gone:
+            self._tree.forget_stored(found, component, gone)
 
     # -- decisions -----------------------------------------------------------------------------
 
-    def _missing(self, found: Match, presence: PathPresence, limit: int) -> list[_Part]:
-        """Everything that could deepen the hit and is not on device or host."""
-        parts = [_Part(Component.FULL, range(found.full, limit))]
-        if presence.swa is not None:
-            live = presence.swa
-            first = max(0, found.host + 1 - self._rules.window_pages)
-            holes = [i for i in range(first, len(live)) if not live[i]]
-            parts.append(_Part(Component.SWA, holes + list(range(max(first, len(live)), limit))))
-        if presence.checkpoints is not None:
-            have = set(presence.checkpoints)
-            parts.append(
-                _Part(Component.MAMBA, [b for b in range(found.host + 1, limit + 1) if b not in have])
-            )
-        return parts
-
-    def _plan(self, prefetch: _Prefetch, found: Match, there: dict[Component, set[int]]) -> str:
-        """Choose the boundary and reserve host pages; returns why not, or '' when there is work.
+    def _plan(self, prefetch: Prefetch, found: Match) -> str:
+        """Choose what to read next, and take host pages for it; returns why not, or '' when there is work.
 
         Where others hold the pages for now it changes the phase to CROWDED instead.
         """
-        presence, page = self._tree.presence(found), self._rules.page_size
-        run = _run(found.full, there[Component.FULL])
-        others = self._reserved() - (prefetch.anchor.depth if prefetch.anchor is not None else 0)
-        room = min(self._room() - others, self._pools.available(Tier.HOST, Component.FULL, Copies.LAST))
-        if run - found.full > room:
-            if others:
-                prefetch.phase = _Phase.CROWDED
-                self._let_go(prefetch)
-                return ""
-            if room <= 0:
-                return "host_capacity"
-            run = found.full + room
-        target = self._deepest(run, presence, there)
-        if (target - found.host) * page < self._threshold:
-            return "not_stored" if target <= found.host else "below_threshold"
-        parts = [_Part(Component.FULL, range(found.full, target))]
-        window_start = max(0, target - self._rules.window_pages)
-        if presence.swa is not None:
-            live = presence.swa
-            holes = [i for i in range(window_start, target) if i >= len(live) or not live[i]]
-            parts.append(_Part(Component.SWA, holes))
-        states: list[int] = []
-        if presence.checkpoints is not None:
-            states = [target] if target in presence.checkpoints else []
-            parts.append(_Part(Component.MAMBA, [] if states else [target]))
-        # What the fetched pages will hang on must survive until they are there.
-        anchor = self._tree.lock(
-            found, found.full, Tier.HOST, swa_start=min(window_start, found.full), states=states
+        first, presence, page = (
+            prefetch.phase is Phase.PROBING,
+            self._tree.presence(found),
+            self._rules.page_size,
         )
-        taken = self._pools.allocate(Tier.HOST, {p.component: len(p.positions) for p in parts}, Copies.LAST)
-        if taken is None:
+        outlook = Outlook(self._rules, found.full, presence, prefetch.there)
+        floor = found.host
+        if not first:
+            floor = max(floor, Outlook(self._rules, found.full, presence, prefetch.got).deepest())
+        path = self._tree.lock(found, found.full, Tier.HOST, swa_start=found.full, states=())
+        try:
+            own = prefetch.full_held + (prefetch.anchor.depth if prefetch.anchor is not None else 0)
+            others = self._reserved() - own
+            free = self._pools.available(Tier.HOST, Component.FULL, Copies.LAST)
+            room = min(self._room() - others, free + prefetch.full_held)
+            if outlook.run - found.full > room:
+                if others and first:
+                    prefetch.phase = Phase.CROWDED
+                    self._let_go(prefetch)
+                    return ""
+                if room <= 0:
+                    return "host_capacity"
+            reason = "not_stored"
+            refused: dict[Component, int] | None = None
+            for target in outlook.descending(min(outlook.run, found.full + room), floor):
+                if first and (target - found.host) * page < self._threshold:
+                    return "below_threshold" if refused is None else reason
+                needs = {c: len(positions) for c, positions in outlook.lacking(target).items()}
+                if refused is not None and all(needs[c] >= count for c, count in refused.items()):
+                    continue  # it would be refused, too
+                if self._reserve(prefetch, found, outlook, target, floor):
+                    if first:
+                        prefetch.known, prefetch.target = found.host, target
+                    return ""
+                reason, refused = "host_capacity", needs
+            return reason
+        finally:
+            self._tree.release(path)
+
+    def _reserve(self, prefetch: Prefetch, found: Match, outlook: Outlook, target: int, floor: int) -> bool:
+        """Take host pages for all that `target` lacks, and keep what they will hang on."""
+        swa_start = min(outlook.window_start(target), found.full)
+        anchor = self._tree.lock(
+            found, found.full, Tier.HOST, swa_start=swa_start, states=outlook.states(target)
+        )
+        got = {component: pages.keys() for component, pages in prefetch.got.items()}
+        for steps in (outlook.steps(target, floor, self._weights), [target]):
+            parts = reading_order(outlook, steps, got)
+            counts = dict.fromkeys((part.component for part in parts), 0)
+            for part in parts:
+                counts[part.component] += len(part.positions)
+            taken = self._pools.allocate(Tier.HOST, counts, Copies.LAST)
+            if taken is not None:
+                break
+        else:
             self._tree.release(anchor)
-            return "host_capacity"
-        if prefetch.anchor is not None:
-            self._tree.release(prefetch.anchor)
-        prefetch.anchor = anchor
+            return False
         for part in parts:
-            part.slots = taken[part.component]
-        prefetch.parts, prefetch.known = parts, found.host
-        return ""
+            count = len(part.positions)
+            part.slots, taken[part.component] = taken[part.component][:count], taken[part.component][count:]
+        self._let_go(prefetch)
+        prefetch.anchor, prefetch.parts = anchor, parts
+        prefetch.full_held += counts.get(Component.FULL, 0)
+        return True
 
-    def _deepest(self, run: int, presence: PathPresence, there: dict[Component, set[int]]) -> int:
-        """The deepest boundary <= run over what the tree has and what is `there` besides."""
-        swa, checkpoints = presence.swa, presence.checkpoints
-        if swa is not None:
-            swa = swa[:run].ljust(run, b"\0")
-            for i in there.get(Component.SWA, ()):
-                if i < run:
-                    swa[i] = 1
-        if checkpoints is not None:
-            checkpoints = sorted(there.get(Component.MAMBA, set()).union(checkpoints))
-        return boundary.deepest(run, window_pages=self._rules.window_pages, swa=swa, checkpoints=checkpoints)
-
-    def _publish(self, prefetch: _Prefetch, flags: bytes) -> None:
-        """Put what arrived into the tree, up to the deepest boundary that it makes acceptable."""
+    def _publish(self, prefetch: Prefetch) -> None:
+        """Put what has arrived into the tree, as far as the deepest boundary that it makes acceptable."""
         request, page = prefetch.request, self._rules.page_size
         found = self._tree.match(request.scope, request.tokens, prefetch.limit * page)
-        arrived = {
-            part.component: {p: i for i, p in enumerate(part.positions) if got[i]}
-            for part, got in prefetch.split(flags)
-        }
-        run = _run(found.full, arrived[Component.FULL])
-        there = {component: set(positions) for component, positions in arrived.items()}
-        reach = self._deepest(run, self._tree.presence(found), there)
+        outlook = Outlook(self._rules, found.full, self._tree.presence(found), prefetch.got)
+        reach = outlook.deepest()
         if reach <= found.host:
             return
-        offered: dict[Component, dict[int, int]] = {}  # position to slot
-        for part in prefetch.parts:
-            end = reach + (part.component is Component.MAMBA)
-            for position, i in arrived[part.component].items():
-                if position < end:
-                    offered.setdefault(part.component, {})[position] = part.slots[i]
-                    part.slots[i] = NO_SLOT
+        first = {Component.SWA: outlook.window_start(reach), Component.MAMBA: reach}
+        offered: dict[Component, dict[int, int]] = {c: {} for c in self._rules.kinds}  # position to slot
+        for component, pages in prefetch.got.items():
+            end = reach + (component is Component.MAMBA)
+            for position in [p for p in pages if first.get(component, 0) <= p < end]:
+                offered[component][position] = pages.pop(position)
         paged = [offered.get(c, {}) for c in (Component.FULL, Component.SWA)]
         start = min((p for pages in paged for p in pages), default=reach - 1)
         full, swa = (array("i", (pages.get(p, NO_SLOT) for p in range(start, reach))) for pages in paged)
@@ -407,6 +371,7 @@ class Prefetcher:
             states=sorted(offered.get(Component.MAMBA, {}).items()),
             now=self._clock.now(),
         )
+        prefetch.full_held -= len(offered[Component.FULL])
         for component, pages in offered.items():
             refused = unused.get(component, array("i"))
             self._pools.free(Tier.HOST, component, refused)
@@ -415,12 +380,22 @@ class Prefetcher:
         after = self._tree.match(request.scope, request.tokens, prefetch.limit * page)
         prefetch.lease = self._tree.lock(after, after.host, Tier.HOST)
 
-    def _end(self, prefetch: _Prefetch, reason: str) -> None:
-        prefetch.phase, prefetch.reason = _Phase.ENDED, reason
+    def _end(self, prefetch: Prefetch, reason: str) -> None:
+        """Publish no more: what arrived and was not needed goes back; a read in flight keeps its pages."""
+        prefetch.phase, prefetch.reason = Phase.ENDED, reason
         self._let_go(prefetch)
+        for component, pages in prefetch.got.items():
+            self._free(prefetch, component, array("i", pages.values()))
+        prefetch.got = {}
         self._stats.prefetch[reason] += 1
 
-    def _let_go(self, prefetch: _Prefetch) -> None:
+    def _free(self, prefetch: Prefetch, component: Component, slots: Slots) -> None:
+        mine = array("i", (s for s in slots if s != NO_SLOT))
+        self._pools.free(Tier.HOST, component, mine)
+        if component is Component.FULL:
+            prefetch.full_held -= len(mine)
+
+    def _let_go(self, prefetch: Prefetch) -> None:
         if prefetch.anchor is not None:
             self._tree.release(prefetch.anchor)
             prefetch.anchor = None
@@ -431,10 +406,15 @@ class Prefetcher:
         """FULL host pages that queued requests may hold altogether."""
         return int(self._pools.capacity(Tier.HOST, Component.FULL) * self._share)
 
+    def _everyone(self) -> list[Prefetch]:
+        """Every prefetch that may hold host pages; those of withdrawn requests until their read ends."""
+        withdrawn = [p for p in self._fetching.values() if self._by_rid.get(p.request.rid) is not p]
+        return [*self._by_rid.values(), *withdrawn]
+
     def _reserved(self) -> int:
         """FULL host pages that queued requests hold: reads in flight and what they hang on, and what was
         published for them."""
-        reading = sum(len(p.parts[0].slots) for p in self._fetching.values() if p.lease is None)
+        reading = sum(p.full_held for p in self._everyone())
         anchored = sum(p.anchor.depth for p in self._by_rid.values() if p.anchor is not None)
         published = sum(p.lease.depth - p.known for p in self._by_rid.values() if p.lease is not None)
         return reading + anchored + published
@@ -443,17 +423,12 @@ class Prefetcher:
         return {"prefetches": len(self._by_rid), "looks": len(self._found), "fetches": len(self._fetching)}
 
     def held(self) -> dict[Component, Slots]:
-        """Host slots of reads in flight that are not in the tree, for the accounting check."""
+        """Host slots of prefetches that are not in the tree, for the accounting check."""
         held: dict[Component, Slots] = {}
-        for prefetch in self._fetching.values():
+        for prefetch in self._everyone():
             for part in prefetch.parts:
                 mine = array("i", (s for s in part.slots if s != NO_SLOT))
                 held.setdefault(part.component, array("i")).extend(mine)
+            for component, pages in prefetch.got.items():
+                held.setdefault(component, array("i")).extend(pages.values())
         return held
-
-
-def _run(start: int, present: Container[int]) -> int:
-    """Where the run of present pages from `start` ends."""
-    while start in present:
-        start += 1
-    return start

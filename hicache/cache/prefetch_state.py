@@ -1,0 +1,79 @@
+"""What is remembered of one prefetch: how far it is, what it reads, and the host pages it holds."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from itertools import repeat
+
+from hicache.cache.fetch_plan import Part
+from hicache.request import Request
+from hicache.transfer.base import JobId, ObjectRef
+from hicache.tree.base import Lease
+from hicache.types import NO_SLOT, Component
+
+_make_ref = tuple.__new__  # a prompt names thousands of objects: NamedTuple's own constructor is slow
+
+
+class Phase(enum.Enum):
+    """How far a prefetch is."""
+
+    PROBING = "probing"
+    CROWDED = "crowded"  # other queued requests hold the host pages it needs; no job is open
+    FETCHING = "fetching"
+    ENDED = "ended"  # published or given up; a cut-off read may still hold its pages
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """One queued request's prefetch. Host pages in `parts` and `got` are held by it alone."""
+
+    request: Request
+    job: JobId
+    known: int  # pages reachable without storage when it was planned (the host boundary)
+    asked: int  # FULL pages below this were on device or host, and were not asked for
+    limit: int  # pages
+    hashes: list[bytes]  # of pages [0, limit)
+    parts: list[Part]  # of the probe, then of the read in flight
+    progress_at: float
+    there: dict[Component, set[int]] = field(default_factory=dict)  # what storage has, as far as is known
+    got: dict[Component, dict[int, int]] = field(default_factory=dict)  # arrived: position to host page
+    full_held: int = 0  # FULL host pages, of `parts` and of `got`
+    arrived: int = 0  # objects of the read in flight
+    target: int = 0  # pages; the boundary it set out for
+    phase: Phase = Phase.PROBING
+    blocked_since: float | None = None
+    reason: str = ""  # why it ended
+    reached: int = 0  # pages; the boundary it has published
+    anchor: Lease | None = None  # keeps what the pages being fetched will hang on
+    lease: Lease | None = None  # keeps what was published until admission
+
+    def split(self, flags: bytes) -> list[tuple[Part, bytes]]:
+        """Cut a job's flags into those of each part; a job that ended early lacks its last flags."""
+        cut, at = [], 0
+        for part in self.parts:
+            count = len(part.positions)
+            cut.append((part, flags[at : at + count].ljust(count, b"\0")))
+            at += count
+        return cut
+
+    def collect(self, flags: bytes) -> list[tuple[Component, int]]:
+        """Take over what has arrived of the read in flight; returns what has not."""
+        missing: list[tuple[Component, int]] = []
+        for part, whole in self.split(flags):
+            got = self.got.setdefault(part.component, {})
+            for i, position in enumerate(part.positions):
+                if not whole[i]:
+                    missing.append((part.component, position))
+                elif part.slots[i] != NO_SLOT:
+                    got[position], part.slots[i] = part.slots[i], NO_SLOT
+        return missing
+
+    def refs(self) -> list[ObjectRef]:
+        """Names of all objects; a state is named by the page it ends."""
+        refs: list[ObjectRef] = []
+        for part in self.parts:
+            behind = part.component is Component.MAMBA
+            names = zip(repeat(part.component), (self.hashes[p - behind] for p in part.positions))
+            refs += map(_make_ref, repeat(ObjectRef), names)
+        return refs
