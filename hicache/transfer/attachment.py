@@ -16,6 +16,7 @@ from hicache.transfer.worker import InlineLane, Lane, Worker
 logger = logging.getLogger(__name__)
 
 _TRIAL_POLL_S = 0.25  # how often an idle reader looks whether a trial is due while the breaker is open
+_CHECK_POLL_S = 1.0  # and whether to ask an idle backend how it is
 
 
 class Attachment:
@@ -49,7 +50,7 @@ class Attachment:
             self._read: Lane = InlineLane()
             self._write: Lane = InlineLane()
             return
-        self._read = Worker("read", threads=readers, idle=self._next_trial, on_idle=link.try_recover)
+        self._read = Worker("read", threads=readers, idle=self._next_look, on_idle=self._look)
         self._write = Worker("store")
         link.on_breaker_open = lambda: self._read.submit(_wake)
 
@@ -148,9 +149,15 @@ class Attachment:
             return self._link.fetch(job)
         return self._link.store(job)
 
-    def _next_trial(self) -> float | None:
+    def _next_look(self) -> float:
         due_in = self._link.breaker.seconds_to_trial()
-        return None if due_in is None else min(due_in, _TRIAL_POLL_S)
+        if due_in is not None:
+            return min(due_in, _TRIAL_POLL_S)
+        return min(self._link.seconds_to_check(), _CHECK_POLL_S)
+
+    def _look(self) -> None:
+        self._link.try_recover()
+        self._link.check_idle()
 
 
 def _wake() -> None:

@@ -107,6 +107,7 @@ class TransferExecutor(Executor):
             counters=self._counters,
             limits=self._limits,
         )
+        self._epochs_before += 1
         self._storage = Attachment(
             link,
             readers=self._readers,

@@ -48,6 +48,7 @@ class StorageLimits:
     breaker_failures: int = 3
     breaker_backoff_s: float = 1.0
     breaker_max_backoff_s: float = 30.0
+    idle_check_s: float = 2.0  # without a call for so long: ask whether it is there, and still the same
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +99,7 @@ class StorageLink:
         self._epoch_of = backend if isinstance(backend, HasEpoch) else None
         self._last_epoch = 0
         self._suspect = False  # failed since it last worked: it may come back empty
+        self._asked_at = clock.now()  # the last call
         self.incidents = 0  # times it may have lost what it held
         self.answers = True  # its last call did not fail
         self._refusing = False  # it had no room for the last objects
@@ -129,15 +131,32 @@ class StorageLink:
 
     def try_recover(self) -> None:
         """If the breaker is open and a trial is due, ask the backend one harmless question. May block."""
-        if self._closing.is_set() or not self._breaker.try_trial():
-            return
+        if not self._closing.is_set() and self._breaker.try_trial():
+            self._ask("trial")
+
+    def seconds_to_check(self) -> float:
+        """Return how long until check_idle() has something to do, if nobody calls the backend until then."""
+        if self._closing.is_set() or not self._breaker.allows:
+            return float("inf")
+        return max(0.0, self._asked_at + self._limits.idle_check_s - self._clock.now())
+
+    def check_idle(self) -> None:
+        """If nobody has called the backend for a while, ask it a harmless question. May block.
+
+        Otherwise nobody would notice that it has started anew, empty, while no request came.
+        """
+        if not self.seconds_to_check():
+            self._asked_at = self._clock.now()
+            self._ask("probe")
+
+    def _ask(self, operation: str) -> None:
         fingerprint, shard = self._identity
         try:
             self._backend.probe([object_key(fingerprint, shard, Component.FULL, bytes(HASH_BYTES))])
         except BackendError as error:
-            self._failed("trial", error)
+            self._failed(operation, error)
         except Exception as error:
-            self._breaker_failure("trial", error)
+            self._breaker_failure(operation, error)
             raise
         else:
             self._worked()
@@ -343,7 +362,7 @@ class StorageLink:
             )
 
     def _worked(self) -> None:
-        self.answers = True
+        self.answers, self._asked_at = True, self._clock.now()
         epoch = self._epoch_of.epoch if self._epoch_of is not None else 0
         if self._suspect or epoch != self._last_epoch:
             self.incidents += self._suspect or self._last_epoch != 0
@@ -356,7 +375,7 @@ class StorageLink:
         self._breaker_failure(operation, error)
 
     def _breaker_failure(self, operation: str, why: object) -> None:
-        self._suspect, self.answers = True, False
+        self._suspect, self.answers, self._asked_at = True, False, self._clock.now()
         self._warn(operation, why)
         if self._breaker.failure():
             self._counters.add("breaker_opened")

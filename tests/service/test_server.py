@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from hicache.daemon.server import Daemon
 from hicache.errors import BackendUnavailable
 from hicache.registry import create_backend
 from hicache.server import storage
@@ -297,6 +299,43 @@ def test_another_store_is_stocked_with_what_is_in_memory(client: httpx.Client) -
     assert again["output_ids"] == cold["output_ids"]
     assert again["meta_info"]["cached_tokens_details"]["storage"] == 384
     client.delete(path)
+
+
+def stored(daemon: Daemon) -> int:
+    return daemon._store.backend.stats().objects
+
+
+def test_an_idle_server_offers_what_it_holds_to_a_store_that_is_attached_late() -> None:
+    """Replicas would find nothing there until somebody happened to ask this server again."""
+    with (
+        running_daemon() as daemon,
+        running_server(enable_hierarchical_cache=True) as served,
+        httpx.Client(base_url=served.url, timeout=30) as client,
+    ):
+        ask(client, PROMPT + [7] * 200)
+        config = json.dumps({"address": daemon.address})
+        body = {"hicache_storage_backend": "grpc", "hicache_storage_backend_extra_config_json": config}
+        assert client.put("/hicache/storage-backend", json=body).status_code == 200
+        eventually(lambda: stored(daemon) >= 25, within_s=30.0)
+
+
+def test_an_idle_server_fills_a_daemon_that_has_started_anew() -> None:
+    """After a restart of the daemon, replicas that nobody asks would keep to themselves what they hold."""
+    port = free_port()
+    flags = {
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": "grpc",
+        "hicache_storage_backend_extra_config": {"address": f"127.0.0.1:{port}"},
+    }
+    with contextlib.ExitStack() as first:
+        daemon = first.enter_context(running_daemon(port=port))
+        with running_server(**flags) as served:
+            with httpx.Client(base_url=served.url, timeout=30) as client:
+                ask(client, PROMPT + [8] * 200)
+            eventually(lambda: stored(daemon) >= 25, within_s=30.0)
+            first.close()
+            with running_daemon(port=port) as anew:
+                eventually(lambda: stored(anew) >= 25, within_s=60.0)
 
 
 def test_without_l2_there_is_no_storage_to_attach() -> None:

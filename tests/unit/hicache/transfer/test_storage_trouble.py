@@ -55,6 +55,19 @@ def test_a_cancelled_fetch_ends_behind_the_batch_in_flight_and_keeps_what_arrive
         world.executor.arrived(job)
 
 
+def test_a_store_that_nobody_asks_is_asked_how_it_is(world: TransferWorld, store: FaultyBackend) -> None:
+    """An idle replica would not notice that its store died, or came back with nothing."""
+    before, epoch = store.count("probe"), world.executor.storage_epoch
+    store.script = always(probe=Fault(error=BackendUnavailable("dead")))
+    world.clock.advance(2.5)
+    until(lambda: not world.executor.storage_answers)
+    store.script = scripted()
+    world.clock.advance(2.5)
+    until(lambda: world.executor.storage_answers)
+    assert store.count("probe") >= before + 2
+    assert world.executor.storage_epoch == epoch + 1
+
+
 def test_a_store_that_stays_away_is_not_told_of_at_every_trial(
     world: TransferWorld, store: FaultyBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
