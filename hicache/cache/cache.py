@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 
+from hicache.cache.events import EventLog, Sink
 from hicache.cache.jobs import Jobs
 from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch import Prefetcher
@@ -64,6 +65,7 @@ class HiCache:
         )
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight
+        self._events: EventLog | None = None
 
     def _check_capacities(self, device: Mapping[Component, int]) -> None:
         """The oldest request must be able to run alone (law 11)."""
@@ -298,6 +300,8 @@ class HiCache:
         if ended:
             self._writing.catch_up()
         self._writing.keep_reserve()
+        if self._events is not None:
+            self._events.flush()
         return bool(ended)
 
     def settle(self, timeout_s: float = 30.0) -> bool:
@@ -330,6 +334,14 @@ class HiCache:
         self._prefetcher.release_leases()
         self.pools.free_all(self.tree.drop_all())
         return all(self.tree.resident(tier, c) == 0 for tier, c in self.pools.kinds)
+
+    def publish_events(self, sink: Sink | None) -> None:
+        """Hand KV events to `sink` at each tick, everything held now first; None ends it."""
+        if self._events is not None:
+            self._events.stop()
+        self._events = None if sink is None else EventLog(self.tree, sink)
+        if self._events is not None:
+            self._events.start()
 
     def flush_dirty(self, timeout_s: float) -> int:
         """Write everything down to storage; returns the FULL pages it still lacks when the time is up.

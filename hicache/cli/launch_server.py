@@ -95,6 +95,12 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
     _option(_SERVING, "drain_seconds", "How long running requests may take after SIGTERM.", type=float),
     _option(
         _SERVING,
+        "kv_events_config",
+        "Publish KV events: SGLang's JSON or @FILE (publisher, endpoint, replay_endpoint, buffer_steps, "
+        "...), and components, of which only full is told by default.",
+    ),
+    _option(
+        _SERVING,
         "ready_file",
         "Write the URL there once requests are taken.",
         type=click.Path(path_type=Path),
@@ -153,6 +159,7 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
 def launch_server(
     config: Path | None,
     ready_file: Path | None,
+    kv_events_config: str | None,
     radix_eviction_policy_config: str | None,
     hicache_storage_backend_extra_config: str | None,
     **flags: object,
@@ -162,6 +169,7 @@ def launch_server(
     Answers are the same bytes whatever the cache does. SGLang is what people deploy.
     """
     for name, text in (
+        ("kv_events_config", kv_events_config),
         ("radix_eviction_policy_config", radix_eviction_policy_config),
         ("hicache_storage_backend_extra_config", hicache_storage_backend_extra_config),
     ):

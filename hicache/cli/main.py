@@ -30,6 +30,7 @@ _EXTRAS = {
     "mooncake": "mooncake",
     "matplotlib": "bench",
     "aiohttp": "bench",
+    "zmq": "events",
 }
 
 

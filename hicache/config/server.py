@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from hicache.config.cache import CacheConfig
+from hicache.config.kv_events import KvEventsConfig, read_kv_events
 from hicache.errors import ConfigError
 from hicache.types import PrefetchPolicy, WritePolicy
 
@@ -58,6 +59,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: int = 30000  # 0: any free one
     enable_metrics: bool = False
     drain_seconds: float = 10.0
+    kv_events_config: Mapping[str, object] = {}
 
     model_preset: str = "hybrid"
     layers: str | None = None  # one letter per layer, over the preset
@@ -134,6 +136,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.file_storage_path is not None and self.hicache_storage_backend == "file":
             options.setdefault("file_storage_path", self.file_storage_path)
         return options
+
+    def kv_events(self) -> KvEventsConfig | None:
+        """Return where KV events go, None for nowhere. Raises ConfigError."""
+        return read_kv_events(self.kv_events_config)
 
     def rewritten(self) -> ServerConfig:
         """Return the settings as SGLang would put them in force, each rewrite logged."""

@@ -8,12 +8,14 @@ import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 import uvicorn
 
 from hicache.build import TierSizes
+from hicache.config.kv_events import KvEventsConfig
 from hicache.config.server import ServerConfig, read_mapping, split_extra_config
 from hicache.engine.architecture import PRESETS, ReferenceConfig, parse_layers, reference_spec
 from hicache.engine.reference import EngineSettings, ReferenceEngine
@@ -31,6 +33,9 @@ from hicache.spec import ModelSpec
 from hicache.tiers.layouts import HostLayout
 from hicache.tiers.sizing import host_capacities
 from hicache.types import WritePolicy
+
+if TYPE_CHECKING:
+    from hicache.server.kv_events import ZmqPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +129,13 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
     )
 
 
+def open_publisher(config: KvEventsConfig, page_size: int) -> ZmqPublisher:
+    """Return a running publisher of KV events. Raises ConfigError."""
+    from hicache.server.kv_events import ZmqPublisher
+
+    return ZmqPublisher(config, page_size)
+
+
 class Server:
     """One server, from settings to its end. The constructor refuses bad settings, binds, then builds.
 
@@ -139,13 +151,19 @@ class Server:
                 f"{', '.join(available_backends())}"
             )
         settings = engine_settings(config)
+        events = config.kv_events()
         self._config = config
         self._report = Report()
         self._listener = bind(config.host, config.port)
+        self._publisher: ZmqPublisher | None = None
         try:
+            if events is not None:
+                self._publisher = open_publisher(events, config.page_size)
             self._build(settings)
         except BaseException:
             self._listener.close()
+            if self._publisher is not None:
+                self._publisher.stop()
             raise
 
     def _build(self, settings: EngineSettings) -> None:
@@ -157,6 +175,8 @@ class Server:
 
         self._engine = EngineThread(make, on_failure=self._engine_failed)
         self._reference = engines[0]
+        if self._publisher is not None:
+            self._reference.scheduler.cache.publish_events(self._publisher)
         self._storage = (
             StorageControl(self._reference.spec, self._reference.executor, self._engine)
             if self._config.enable_hierarchical_cache
@@ -205,6 +225,8 @@ class Server:
             logger.error("the engine did not stop within %g s", drain_s + _STOP_S)
             return
         self._reference.close()
+        if self._publisher is not None:
+            self._publisher.stop()
         if self._storage is not None:
             self._storage.close()
 
@@ -226,7 +248,8 @@ class Server:
             storage=self._storage,
             limits=Limits(self._reference.settings.model.vocab, config.context_length),
             model_info=_model_info(config, spec),
-            server_info=_server_info(config, self._listener.getsockname()[1], spec),
+            server_info=_server_info(config, self._listener.getsockname()[1], spec)
+            | {"kv_events": None if self._publisher is None else self._publisher.described},
             metrics=ServerMetrics() if config.enable_metrics else None,
             executor_counters=self._reference.executor.counters,
             read_choice=_read_choice,
