@@ -78,6 +78,7 @@ class EngineThread:
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._refusal: EngineStopped | None = None
+        self._ending = False  # stop() was called
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         self._stopping = False
@@ -119,6 +120,13 @@ class EngineThread:
         The future fails with EngineStopped, or with what `work` raised; anything but a HiCacheError
         also ends the engine.
         """
+        return self._call(work, None)
+
+    def cut(self, why: str) -> Future[int]:
+        """Take no more work and end every request, told why; the future says how many there were."""
+        return self._call(lambda scheduler: self._end_all(scheduler, why), EngineStopped(why))
+
+    def _call(self, work: Callable[[Scheduler], _T], last: EngineStopped | None) -> Future[_T]:
         future: Future[_T] = Future()
 
         def run(scheduler: Scheduler) -> None:
@@ -137,31 +145,34 @@ class EngineThread:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
-        self._put(_Command(run, refuse))
+        self._put(_Command(run, refuse), last)
         return future
 
     def stop(self, flush: Callable[[Scheduler], None], *, timeout_s: float) -> bool:
         """End every request, run `flush` on the engine thread and wait for it; True if all went well."""
 
+        why = "the server is shutting down"
+
         def end(scheduler: Scheduler) -> None:
-            for rid in list(self._sinks):
-                scheduler.abort(rid)
-                self._emit(rid, Progress((), Finish.ABORT, message="the server is shutting down"), last=True)
+            self._end_all(scheduler, why)
             self._stopping = True
             flush(scheduler)
 
         with self._lock:
-            if self._refusal is None:
+            if not self._ending and not self._failed:
                 self._commands.put(_Command(end, lambda error: None))
-                self._refusal = EngineStopped("the server is shutting down")
+            self._ending = True
+            self._refusal = self._refusal or EngineStopped(why)
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and not self._failed
 
-    def _put(self, command: _Command) -> None:
+    def _put(self, command: _Command, last: EngineStopped | None) -> None:
+        """Queue a command, or refuse it; with `last` given, refuse all that come after it."""
         with self._lock:
             refusal = self._refusal
             if refusal is None:
                 self._commands.put(command)
+                self._refusal = last
         if refusal is not None:
             command.refuse(refusal)
 
@@ -192,6 +203,13 @@ class EngineThread:
         except queue.Empty:
             return
         command.run(self._scheduler)
+
+    def _end_all(self, scheduler: Scheduler, why: str) -> int:
+        rids = list(self._sinks)
+        for rid in rids:
+            scheduler.abort(rid)
+            self._emit(rid, Progress((), Finish.ABORT, message=why), last=True)
+        return len(rids)
 
     def _fail(self, error: BaseException) -> None:
         self._failed = True

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from hicache.engine.sizing import device_capacities
 from hicache.errors import ConfigError
 from hicache.registry import available_backends
 from hicache.server.app import Service, create_app
+from hicache.server.drain import Drain
 from hicache.server.engine_thread import EngineThread
 from hicache.server.generate import Limits
 from hicache.server.metrics import ServerMetrics
@@ -49,14 +50,20 @@ class Report:
     failed: bool = False
     lost_pages: int = 0
     flushed: bool = False
+    cut_off: int = 0  # requests that the drain had no time for
 
     @property
     def text(self) -> str:
         if self.failed:
             return "stopped: the engine has failed, see the log"
-        if not self.flushed:
-            return "stopped"
-        return f"stopped; dirty pages are written down, {self.lost_pages} were lost"
+        said = ["stopped"]
+        if self.cut_off:
+            said.append(f"{self.cut_off} requests were cut off")
+        if self.lost_pages:
+            said.append(f"{self.lost_pages} dirty pages were lost, no tier below took them in time")
+        elif self.flushed:
+            said.append("every dirty page is written down")
+        return "; ".join(said)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -182,15 +189,18 @@ class Server:
             if self._config.enable_hierarchical_cache
             else None
         )
+        self._drain = Drain(create_app(self._service()))
         options = uvicorn.Config(
-            create_app(self._service()),
+            self._drain,
             log_level="warning",
             access_log=False,
             lifespan="off",
             ws="none",
-            timeout_graceful_shutdown=max(1, round(self._config.drain_seconds)),
+            # Requests are cut off before; this is for answers that nobody reads.
+            timeout_graceful_shutdown=round(self._config.drain_seconds + _STOP_S),
         )
         self._uvicorn = _Uvicorn(options)
+        self._uvicorn.on_shutdown = self._cut_off
 
     @property
     def url(self) -> str:
@@ -216,6 +226,20 @@ class Server:
     def stop(self) -> None:
         """Ask serve() to drain and return."""
         self._uvicorn.should_exit = True
+
+    async def _cut_off(self) -> None:
+        """Give running requests their time; then say how many are cut off, and end them."""
+        drain_s = self._config.drain_seconds
+        await asyncio.sleep(drain_s)
+        self._report.cut_off = self._drain.cut(
+            f"cut off: the server is shutting down, and --drain-seconds {drain_s:g} are over; "
+            "send the request again"
+        )
+        self._engine.cut("the server is shutting down")
+        if self._report.cut_off:
+            logger.warning(
+                "%d requests are cut off: --drain-seconds %g are over", self._report.cut_off, drain_s
+            )
 
     def _stop(self) -> None:
         drain_s = self._config.drain_seconds
@@ -260,11 +284,20 @@ class _Uvicorn(uvicorn.Server):
     """Says when it takes requests."""
 
     on_started: Callable[[], None] = staticmethod(lambda: None)
+    on_shutdown: Callable[[], Coroutine[object, object, None]]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self.on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running requests, beside `on_shutdown`, which ends when they have ended."""
+        beside = asyncio.create_task(self.on_shutdown())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            beside.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]

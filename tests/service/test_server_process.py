@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -181,7 +183,7 @@ def test_sigterm_writes_back_what_only_memory_holds(tmp_path: Path, processes: l
     code, said = processes[0].end(signal.SIGTERM)
     assert code == 0, said
     assert f"ready on {processes[0].url}" in said
-    assert "stopped; dirty pages are written down, 0 were lost" in said
+    assert "stopped; every dirty page is written down" in said
 
     settings = tmp_path / "extra.toml"
     settings.write_text("prefetch_timeout_base = 20.0\n")
@@ -193,6 +195,50 @@ def test_sigterm_writes_back_what_only_memory_holds(tmp_path: Path, processes: l
     code, said = processes[1].end(signal.SIGINT)
     assert code == 0, said
     assert "Traceback" not in said
+
+
+def test_requests_that_the_drain_has_no_time_for_are_told_and_counted(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    """Clients would get a bare 500 and the log pages of tracebacks; nobody would know how many were cut."""
+    arguments = (*SMALL, "--max-total-tokens", "65536", "--context-length", "16384", "--enable-metrics")
+    processes.append(Process((*arguments, "--drain-seconds", "0.5"), tmp_path))
+    url = httpx.URL(processes[0].url)
+    long = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 15000}}
+    with (
+        ThreadPoolExecutor(3) as pool,
+        socket.create_connection((url.host, url.port), timeout=READY_S) as slow,
+        httpx.stream("POST", f"{url}/generate", json={**long, "stream": True}, timeout=READY_S) as stream,
+    ):
+        slow.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n{")
+        plain = [pool.submit(httpx.post, f"{url}/generate", json=long, timeout=READY_S) for _ in range(2)]
+        lines = (line for line in stream.iter_lines() if line)
+        next(lines)
+        until(lambda: "sglang:num_running_reqs 3.0" in httpx.get(f"{url}/metrics").text)
+        code, said = processes[0].end(signal.SIGTERM)
+        *_, last, done = lines
+        answers = [
+            (reply.status_code, reply.json()["error"]["message"]) for reply in (p.result() for p in plain)
+        ]
+        raw = b"".join(iter(lambda: slow.recv(4096), b""))
+    assert code == 0, said
+    why = "cut off: the server is shutting down, and --drain-seconds 0.5 are over; send the request again"
+    assert answers == [(503, why)] * 2
+    assert raw.startswith(b"HTTP/1.1 503 ")
+    assert raw.endswith(json.dumps({"error": {"message": why}}, separators=(",", ":")).encode())
+    assert json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]["type"] == "abort"
+    assert done == "data: [DONE]"
+    ending = said[said.index(f"ready on {url}") :].splitlines()[1:]
+    assert len(ending) == 2, said
+    assert ending[0].endswith("4 requests are cut off: --drain-seconds 0.5 are over")
+    assert ending[1] == "stopped; 4 requests were cut off"
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + READY_S
+    while not holds():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.02)
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
