@@ -1,6 +1,6 @@
 """One replica for sglang_backends.py: SGLang's tree and controller with one backend, led through stdin.
 
-python bench/sglang_replica.py TASK      TASK is JSON: storage, extra, prompts, pages
+python bench/sglang_replica.py TASK      TASK is JSON: storage (or linker), extra, prompts, pages
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InitLoadBackParams, InsertParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.linker_factory import (
+    create_unified_cache_linker,
+    get_startup_linker_config,
+)
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 DRIVER = Path(__file__).parents[1] / "tests/sglang/engine/drive_tree.py"
@@ -53,28 +59,36 @@ class Replica:
         with tempfile.NamedTemporaryFile() as meeting:
             dist.init_process_group("gloo", init_method=f"file://{meeting.name}.init", rank=0, world_size=1)
         load_plugins()
-        arguments = ServerArgs(
-            model_path="dummy",
-            page_size=PAGE,
-            device="cpu",
-            enable_hierarchical_cache=True,
-            hicache_ratio=2.0,
-            hicache_io_backend="direct",
-            hicache_mem_layout="page_first_direct",
-            hicache_storage_backend=storage,
-            hicache_storage_prefetch_policy="wait_complete",
-            hicache_storage_backend_extra_config=json.dumps(extra),
-        )
+        arguments = ServerArgs(model_path="dummy", page_size=PAGE, device="cpu", **self.flags(storage, extra))
         arguments._mamba_cache_chunk_size = PAGE  # noqa: SLF001  # a model's own loader sets it
         set_global_server_args_for_scheduler(arguments)
         axes = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
         get_parallel().override_permanently(
             **{f"{axis}_rank": 0 for axis in axes}, **{f"{axis}_size": 1 for axis in axes}
         )
-        slots = prompts * pages * PAGE
+        self.engine = self.make_engine(prompts * pages * PAGE)("rust", "full", arguments)
+        self.prompts, self.pages = prompts, pages
+
+    @staticmethod
+    def flags(storage: str, extra: Mapping[str, object]) -> dict[str, Any]:
+        """Return what SGLang is started with."""
+        return {
+            "enable_hierarchical_cache": True,
+            "hicache_ratio": 2.0,
+            "hicache_io_backend": "direct",
+            "hicache_mem_layout": "page_first_direct",
+            "hicache_storage_backend": storage,
+            "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_storage_backend_extra_config": json.dumps(extra),
+        }
+
+    def make_engine(self, slots: int) -> type[Any]:
+        """Return the test's engine with pools of the size measured here."""
 
         class Engine(driver().Engine):  # type: ignore[misc]
-            """The test's engine with pools of the size measured here."""
+            """Real pools of many tokens."""
+
+            pause_s = 0.0002
 
             def _make_pools(self) -> None:
                 self.pool = MHATokenToKVPool(
@@ -92,8 +106,7 @@ class Replica:
                     slots, PAGE, torch.bfloat16, "cpu", self.pool, False
                 )
 
-        self.engine = Engine("rust", "full", arguments)
-        self.prompts, self.pages = prompts, pages
+        return Engine
 
     def settle(self, done: Callable[[], bool]) -> None:
         """Let SGLang handle its events until `done`. Raises TimeoutError if that takes too long."""
@@ -129,12 +142,12 @@ class Replica:
         return {"seconds": took}
 
     def read(self) -> dict[str, Any]:
-        """Fetch every prompt into empty host memory; return tokens and seconds of each."""
+        """Fetch every prompt into empty tiers; return tokens, seconds to the hit and to the device."""
 
         cache = self.engine.cache
         self.engine.cache.reset()
         self.engine.allocator.clear()
-        tokens, took = [], []
+        tokens, took, loaded = [], [], []
         for number in range(1, self.prompts + 1):
             wanted = prompt(number, self.pages)
             handle = CacheRequestHandle(f"request {number}", 0)
@@ -144,7 +157,9 @@ class Replica:
             found = self.engine.match(RadixKey(wanted))
             took.append(time.perf_counter() - began)
             tokens.append(found.host_hit_length)
-        return {"seconds": took, "tokens": tokens}
+            self.engine.load(RadixKey(wanted))
+            loaded.append(time.perf_counter() - began)
+        return {"seconds": took, "tokens": tokens, "device_seconds": loaded}
 
     def compare(self) -> dict[str, Any]:
         """Fetch and load prompt 1 and say whether every byte is what was computed for it."""
@@ -166,12 +181,113 @@ class Replica:
         return dict(getattr(storage, "counters", {}))
 
 
+class LinkerReplica(Replica):
+    """SGLang's cache with our linker: from L3 to the device, without a host tier."""
+
+    @staticmethod
+    def flags(storage: str, extra: Mapping[str, object]) -> dict[str, Any]:
+        config = {
+            "linker": "HiCacheLinker",
+            "linker_module_path": "hicache.integrations.sglang.linker",
+            "linker_extra_config": dict(extra),
+        }
+        return {
+            "enable_unified_cache_external_linker": True,
+            "unified_cache_external_linker_backend": "dynamic",
+            "unified_cache_external_linker_config": config,
+        }
+
+    def make_engine(self, slots: int) -> type[Any]:
+        class Engine(super().make_engine(slots)):  # type: ignore[misc]
+            """The same with the linker where the host tier was."""
+
+            def attach(self, arguments: Any, params: Any) -> None:
+                linker = create_unified_cache_linker(
+                    arguments,
+                    params,
+                    backend="dynamic",
+                    config=get_startup_linker_config(),
+                    components=set(self.cache.components),
+                )
+                self.cache.init_cache_linker(linker)
+
+        return Engine
+
+    def write(self) -> dict[str, Any]:
+        linker, took = self.engine.cache.linker, []
+        for number in range(1, self.prompts + 1):
+            began = self.fill_and_time(number)
+            self.settle(lambda: not linker.pending_offloads)
+            took.append(time.perf_counter() - began)
+        return {"seconds": took}
+
+    def fill_and_time(self, number: int) -> float:
+        """Fill a prompt's pages; return when it was told to the tree."""
+        self.fill(number)
+        return time.perf_counter()
+
+    def read(self) -> dict[str, Any]:
+        self.engine.cache.reset()
+        self.engine.allocator.clear()
+        tokens, took, loaded = [], [], []
+        for number in range(1, self.prompts + 1):
+            hit, found_s, loaded_s, _ = self.load(number)
+            tokens.append(hit)
+            took.append(found_s)
+            loaded.append(loaded_s)
+        return {"seconds": took, "tokens": tokens, "device_seconds": loaded}
+
+    def load(self, number: int) -> tuple[int, float, float, Any]:
+        """Load a prompt as for a request; return tokens, seconds to the hit and to the device, slots."""
+        cache, whole = self.engine.cache, self.pages * PAGE
+        tokens = prompt(number, self.pages)
+        tokens.append(1)  # SGLang computes at least one
+        request = Req(f"request {number}", "", tokens, SamplingParams(max_new_tokens=1))
+        began = time.perf_counter()
+        deadline = began + BOUND_S
+        while request.host_hit_length < whole and time.perf_counter() < deadline:
+            request.init_next_round_input(cache)
+        found = time.perf_counter() - began
+        hit = request.host_hit_length
+        cache.init_load_back(
+            InitLoadBackParams(
+                best_match_node=request.best_match_node, host_hit_length=hit, mem_quota=None, req=request
+            )
+        )
+        slots = cache.linker.private_load_indices[request.rid]
+        counter = cache.linker.layer_done_counter
+        counter.set_consumer(cache.ready_to_load_host_cache())
+        for layer in range(LAYERS):
+            counter.wait_until(layer)
+        if cache.finish_external_linker_loads([request]):
+            raise RuntimeError("the load failed")
+        return hit, found, time.perf_counter() - began, slots
+
+    def compare(self) -> dict[str, Any]:
+        cache = self.engine.cache
+        cache.reset()
+        self.engine.allocator.clear()
+        rows = self.fill(1)
+        self.settle(lambda: not cache.linker.pending_offloads)
+        cache.reset()
+        self.engine.allocator.clear()
+        for _, buffer in self.engine.buffers():
+            buffer.zero_()
+        slots = self.load(1)[3]
+        pairs = zip(rows, self.engine.read(slots), strict=True)
+        return {"equal": all(torch.equal(a, b) for a, b in pairs)}
+
+    def counters(self) -> dict[str, Any]:
+        return dict(self.engine.cache.linker.cache_linker.counters)
+
+
 def main() -> None:
     """Answer commands on stdin, one line of JSON each, until there are no more."""
     task: Mapping[str, Any] = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # SGLang prints
-    replica = Replica(task["storage"], task["extra"], task["prompts"], task["pages"])
+    kind = LinkerReplica if task["storage"] == "linker" else Replica
+    replica = kind(task["storage"], task["extra"], task["prompts"], task["pages"])
     answers.write("{}\n")
     answers.flush()
     for line in sys.stdin:

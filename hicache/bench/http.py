@@ -39,9 +39,14 @@ class _Reply:
 
 @dataclass(frozen=True, slots=True)
 class HttpOptions:
-    """`label` names the run in reports: the tiers are the server's business. Times in seconds."""
+    """`label` names the run in reports: the tiers are the server's business. Times in seconds.
+
+    `api_key` goes with every request as a bearer token, `admin_api_key` with the flush, if there is one.
+    """
 
     url: str
+    api_key: str = field(default="", repr=False)
+    admin_api_key: str = field(default="", repr=False)
     label: str = "server"
     eviction_policy: str = "server"
     flush_timeout_s: float = 30.0
@@ -58,7 +63,10 @@ async def _run(
 ) -> RunReport:
     timeout = aiohttp.ClientTimeout(total=options.request_timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20) as session:
+    headers = _bearer(options.api_key)
+    async with aiohttp.ClientSession(
+        timeout=timeout, connector=connector, read_bufsize=1 << 20, headers=headers
+    ) as session:
         driver = _Driver(workload, options, session)
         try:
             await driver.flush()
@@ -81,6 +89,10 @@ async def _run(
     )
 
 
+def _bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class _Driver:
     def __init__(self, workload: Workload, options: HttpOptions, session: aiohttp.ClientSession) -> None:
         self._workload = workload
@@ -92,11 +104,17 @@ class _Driver:
     async def flush(self) -> None:
         """Empty the server's cache. A server refuses while it is busy: asked again for a while."""
         deadline = time.monotonic() + self._options.flush_timeout_s
+        headers = _bearer(self._options.admin_api_key or self._options.api_key)
         while True:
-            async with self._session.post(f"{self._url}/flush_cache") as reply:
+            async with self._session.post(f"{self._url}/flush_cache", headers=headers) as reply:
                 if reply.status == 200:
                     return
                 text = (await reply.text())[:200]
+            if reply.status in (401, 403):
+                raise ServerError(
+                    f"{self._url}/flush_cache: status {reply.status}: give the server's key with --api-key, "
+                    "or with --admin-api-key where it has one"
+                )
             if time.monotonic() > deadline:
                 raise ServerError(f"{self._url}/flush_cache: status {reply.status}: {text}")
             await asyncio.sleep(_FLUSH_RETRY_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -110,6 +110,7 @@ class _Plan:
     policies: tuple[str, ...]
     final_token: FinalToken
     url: str | None
+    keys: tuple[str, str] = field(default=("", ""), repr=False)  # for requests, for the flush
 
     @property
     def runs(self) -> list[tuple[Tiers, str]]:
@@ -133,6 +134,8 @@ class _Plan:
     help="Virtual time, or the reference engine in this process; --url drives a server instead.",
 )
 @click.option("--url", help="A server that answers /generate and /flush_cache: ours, or SGLang's.")
+@click.option("--api-key", default="", help="With --url: the server's --api-key, if it has one.")
+@click.option("--admin-api-key", default="", help="With --url: its --admin-api-key, for the flush.")
 @click.option(
     "--tiers", "tiers_text", help="Comma-separated: l1, l1+l2, l1+l2+l3. With --url, one label for the run."
 )
@@ -165,6 +168,8 @@ def multi_turn(
     workload_name: str,
     engine: str,
     url: str | None,
+    api_key: str,
+    admin_api_key: str,
     tiers_text: str | None,
     eviction_policy: str,
     final_token_cached: bool | None,
@@ -192,6 +197,7 @@ def multi_turn(
         policies=tuple(p.strip() for p in eviction_policy.split(",")),
         final_token=FinalToken.COMPUTE if final_token_cached else FinalToken.SKIP,
         url=url,
+        keys=(api_key, admin_api_key),
     )
     if plot_path is not None:
         _plotting()  # refuse before the run, not after it
@@ -290,7 +296,8 @@ def _run_http(plan: _Plan, label: str | None) -> list[RunReport]:
     assert plan.url is not None
     with Progress(console=render.console(stderr=True), transient=True) as progress:
         task = progress.add_task(plan.url, total=plan.workload.num_requests)
-        options = HttpOptions(plan.url, label=label or "server")
+        api_key, admin_api_key = plan.keys
+        options = HttpOptions(plan.url, api_key=api_key, admin_api_key=admin_api_key, label=label or "server")
         return [run_http(plan.workload, options, _advance(progress, task))]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from hicache.errors import BackendError, ConfigError
-from hicache.integrations.sglang.launch import Effect, Launch, Replica, plan, read_flags
+from hicache.integrations.sglang.launch import Launch, Replica, plan, read_flags
+from hicache.integrations.sglang.remarks import Effect
 from hicache.integrations.sglang.shape import read_shape
 
 
@@ -21,6 +22,8 @@ from hicache.integrations.sglang.shape import read_shape
 @click.option(
     "--option", "options", multiple=True, help="Further extra config, as in prefetch_threshold=512."
 )
+@click.option("--linker", is_flag=True, help="Load from L3 straight to the device, without a host tier.")
+@click.option("--adaptive", is_flag=True, help="Evict by our adaptive policy, in SGLang's own tree.")
 @click.option("--no-check", is_flag=True, help="Do not ask the daemon whether it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sglang_flags(
@@ -30,6 +33,8 @@ def sglang_flags(
     weight_version: str,
     model_id: str,
     options: tuple[str, ...],
+    linker: bool,
+    adaptive: bool,
     no_check: bool,
     as_json: bool,
 ) -> None:
@@ -44,6 +49,8 @@ def sglang_flags(
         model_id=model_id,
         options={"address": address, **dict(_option(text) for text in options)},
         flags=flags,
+        linker=linker,
+        adaptive=adaptive,
     )
     launch = plan(replica)
     capacity = None if no_check else _capacity(address)

@@ -17,9 +17,11 @@ from pathlib import Path
 from hicache.bench.report import ByTier, RoundReport, RunReport
 from hicache.bench.system import Tiers
 from hicache.testing.daemon import DaemonProcess
-from hicache.testing.sglang_server import START_S, SglangServer
+from hicache.testing.sglang_server import ADMIN_KEY, START_S, SglangServer
 
 RUN_S = 900.0
+LRU = ("--radix-eviction-policy", "lru")
+ADAPTIVE = ("--radix-cache-backend", "hicache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,14 @@ class TierServer(SglangServer):
     """A server with a choice of tiers; L3 is a dynamic backend that `extra_config` leads to."""
 
     def __init__(
-        self, directory: Path, model: Path, shape: Shape, tiers: Tiers, *, daemon: DaemonProcess | None = None
+        self,
+        directory: Path,
+        model: Path,
+        shape: Shape,
+        tiers: Tiers,
+        *,
+        daemon: DaemonProcess | None = None,
+        eviction: Sequence[str] = LRU,
     ) -> None:
         config: dict[str, object] = {
             "backend_name": "hicache",
@@ -76,7 +85,7 @@ class TierServer(SglangServer):
         if daemon is not None:
             config["address"] = daemon.address
         policies = (
-            *("--hicache-write-policy", "write_through", "--radix-eviction-policy", "lru"),
+            *("--hicache-write-policy", "write_through", *eviction),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
         )
         super().__init__(directory, model, extra_config=config, arguments=(*shape.sizes, *policies))
@@ -84,8 +93,6 @@ class TierServer(SglangServer):
 
     def _command(self) -> list[str]:
         whole = super()._command()
-        key = whole.index("--admin-api-key")
-        del whole[key : key + 2]  # `hicache bench` sends none
         host, storage = whole.index("--enable-hierarchical-cache"), whole.index("--hicache-storage-backend")
         rest = whole[whole.index("--hicache-storage-backend-extra-config") + 2 :]
         ends = {Tiers.L1: host, Tiers.L1_L2: storage}
@@ -93,25 +100,30 @@ class TierServer(SglangServer):
 
 
 @contextlib.contextmanager
-def serving(folder: Path, model: Path, shape: Shape, tiers: Tiers) -> Iterator[TierServer]:
+def serving(
+    folder: Path, model: Path, shape: Shape, tiers: Tiers, *, eviction: Sequence[str] = LRU
+) -> Iterator[TierServer]:
     """Run a server on its own, with a daemon of its own if it has L3, until the block ends."""
     with contextlib.ExitStack() as stack:
         daemon = None
         if tiers is Tiers.L1_L2_L3:
             daemon = stack.enter_context(DaemonProcess(folder / "daemon", arguments=["--capacity", "256MiB"]))
-        server = TierServer(folder / tiers.value, model, shape, tiers, daemon=daemon)
+        place = folder / tiers.value
+        server = TierServer(place, model, shape, tiers, daemon=daemon, eviction=eviction)
         stack.callback(server.kill)
         yield server.start(timeout_s=START_S)
 
 
 def url_flags(server: TierServer, shape: Shape, tiers: Tiers) -> list[str]:
     """What is measured on a server: flags of `hicache bench multi-turn`."""
-    return ["--url", f"http://{server.address}", "--tiers", tiers.value, *shape.traffic]
+    keys = ("--admin-api-key", ADMIN_KEY)
+    return ["--url", f"http://{server.address}", *keys, "--tiers", tiers.value, *shape.traffic]
 
 
-def virtual_flags(shape: Shape, tiers: Tiers) -> list[str]:
+def virtual_flags(shape: Shape, tiers: Tiers, *, policy: str = "lru") -> list[str]:
     """What predicts it. The final token's KV is not computed: SGLang does not either."""
-    return ["--engine", "virtual", "--tiers", tiers.value, *shape.traffic, *shape.sizes]
+    run = ["--engine", "virtual", "--tiers", tiers.value, "--eviction-policy", policy]
+    return [*run, *shape.traffic, *shape.sizes]
 
 
 def multi_turn(flags: Sequence[str], result: Path) -> RunReport:

@@ -14,7 +14,9 @@ from click.testing import CliRunner
 from hicache.cli.main import cli
 from hicache.errors import ConfigError
 from hicache.integrations.sglang import plugin, settings
-from hicache.integrations.sglang.launch import Effect, Replica, plan
+from hicache.integrations.sglang.direct.settings import read_linker_settings
+from hicache.integrations.sglang.launch import Replica, plan
+from hicache.integrations.sglang.remarks import Effect
 from hicache.integrations.sglang.shape import read_shape
 from hicache.testing.daemon import running_daemon
 
@@ -90,6 +92,75 @@ def test_combinations_that_sglang_changes_or_refuses_are_named(flags: str, effec
     assert [note.effect for note in notes if said in note.text] == [effect]
 
 
+@pytest.mark.parametrize(
+    ("flags", "effect", "said"),
+    [
+        ("--enable-hierarchical-cache", Effect.REFUSES, "choose one of them"),
+        ("--enable-hicache", Effect.REFUSES, "choose one of them"),
+        ("--radix-cache-backend hicache", Effect.REFUSES, "takes no --radix-cache-backend"),
+        ("--enable-linker-mla-dedup", Effect.REFUSES, "for the Mooncake linker"),
+        ("--disable-radix-cache", Effect.REFUSES, "nothing to cache"),
+        ("--pp-size 2", Effect.MEANS, "L3 stays off"),
+        ("--dcp-size 2", Effect.MEANS, "L3 stays off"),
+        ("--speculative-algorithm EAGLE", Effect.MEANS, "with a draft model"),
+        ("--hicache-ratio 3", Effect.MEANS, "no host tier"),
+    ],
+)
+def test_what_the_linker_excludes_is_named(flags: str, effect: Effect, said: str) -> None:
+    """Another way in has other exclusions; SGLang tells of some of them, the log of the rest."""
+    replica = Replica(model="m", weight_version="1", options={}, flags=flags.split(), linker=True)
+    assert [note.effect for note in plan(replica).notes if said in note.text] == [effect]
+
+
+def test_the_linker_gets_the_same_extra_config_where_it_looks_for_it() -> None:
+    """One daemon serves replicas of both kinds, so what identifies a model is said alike."""
+    out, err = run("m", "--weight-version", "1", "--linker", "--no-check", "--", "--tp-size", "2")
+    words = shlex.split(out.replace("\\\n", " "))
+    config = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
+    assert config["linker_module_path"] == "hicache.integrations.sglang.linker"
+    assert config["linker_extra_config"] == {"weight_version": "1", "address": "127.0.0.1:7380"}
+    read_linker_settings(config["linker_extra_config"])
+    assert "--enable-hierarchical-cache" not in words
+    assert not [word for word in words if word.startswith("--hicache-")]
+    assert words[words.index("--tp-size") + 1] == "2"
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "effect", "said"),
+    [
+        ("", Effect.MEANS, "Python tree core"),
+        ("--nnodes 2", Effect.REFUSES, "on one node"),
+        ("--enable-lmcache", Effect.REFUSES, "excludes --enable-lmcache"),
+        ("--enable-kv-cache-sharding", Effect.REFUSES, "takes no --radix-cache-backend"),
+    ],
+)
+def test_what_the_adaptive_policy_excludes_is_named(flags: str, effect: Effect, said: str) -> None:
+    """Each of these ends the start of SGLang, or costs time in its tree."""
+    replica = Replica(model="m", weight_version="1", options={}, flags=flags.split(), adaptive=True)
+    launch = plan(replica)
+    assert launch.command[launch.command.index("--radix-cache-backend") + 1] == "hicache"
+    assert [note.effect for note in launch.notes if said in note.text] == [effect]
+
+
+def test_the_policy_without_its_cache_is_named() -> None:
+    """SGLang takes the name, for the plugin offers it, and then knows no such policy."""
+    flags = ["--radix-eviction-policy", "adaptive"]
+    (note,) = plan(Replica(model="m", weight_version="1", options={}, flags=flags)).notes
+    assert note.effect is Effect.REFUSES
+    assert "add that flag" in note.text
+    with pytest.raises(ConfigError, match="another cache"):
+        plan(
+            Replica(
+                model="m",
+                weight_version="1",
+                options={},
+                flags=["--radix-cache-backend", "flexkv"],
+                adaptive=True,
+            )
+        )
+
+
 def test_the_plain_command_needs_no_remark() -> None:
     """A warning that always appears is read by nobody."""
     assert plan(Replica(model="m", weight_version="1", options={})).notes == ()
@@ -142,6 +213,7 @@ def test_the_plugin_says_once_what_is_installed(
 ) -> None:
     """SGLang runs it in every process; one line is information, eight are noise."""
     monkeypatch.setattr(plugin, "_listen", lambda: None)
+    monkeypatch.setattr(plugin.backend, "register", lambda: None)
     monkeypatch.setattr(plugin.metadata, "version", {"hicache-tiered": "1.2", "sglang": "0.5.23"}.get)
     with caplog.at_level(logging.INFO):
         plugin.activate()

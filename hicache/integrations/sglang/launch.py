@@ -1,160 +1,29 @@
 """The launch command of an SGLang replica with our L3, and what SGLang makes of the flags beside it.
 
-Decides text only: nothing is started, and SGLang need not be installed. The rules repeat what the tested
-version does; its own argument resolution is compared with them in the tests of the real engine.
+Decides text only: nothing is started, and SGLang need not be installed.
 """
 
 from __future__ import annotations
 
-import enum
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hicache.errors import ConfigError
+from hicache.integrations.sglang.radix.backend import NAME as RADIX
+from hicache.integrations.sglang.remarks import Note, remarks
 
 MODULE, CLASS = "hicache.integrations.sglang.storage", "HiCacheStorageBackend"
-
-Flags = Mapping[str, str]
-"""Flags without their dashes; a switch has the value ''."""
-
-
-class Effect(enum.Enum):
-    """What SGLang does with a combination of flags."""
-
-    REFUSES = "refuses"  # it does not start
-    REWRITES = "rewrites"  # it starts with another value
-    MEANS = "means"  # it starts as asked; the note says what to expect
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """One remark on the flags."""
-
-    effect: Effect
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    applies: Callable[[Flags], bool]
-    effect: Effect
-    text: str
-
-
-def _number(flags: Flags, name: str) -> int:
-    text = flags.get(name, "1")
-    return int(text) if text.isdigit() else 1
-
-
-def _layout(layout: str, io: str) -> Callable[[Flags], bool]:
-    return lambda f: f["hicache-mem-layout"] == layout and f["hicache-io-backend"] == io
-
-
-def _has(*names: str) -> Callable[[Flags], bool]:
-    return lambda f: all(name in f for name in names)
-
-
-def _is(name: str, value: str) -> Callable[[Flags], bool]:
-    return lambda f: f.get(name) == value
-
-
-_RULES = (
-    _Rule(
-        _has("enable-unified-cache-external-linker"),
-        Effect.REFUSES,
-        "--enable-unified-cache-external-linker excludes --enable-hierarchical-cache and its storage "
-        "backend: choose one of them",
-    ),
-    _Rule(
-        _has("disable-radix-cache"),
-        Effect.REFUSES,
-        "--disable-radix-cache leaves nothing to cache: drop it",
-    ),
-    _Rule(
-        lambda f: (
-            f.get("hicache-host-memory-mode") == "buffer_only" and f.get("disaggregation-mode") == "decode"
-        ),
-        Effect.REFUSES,
-        "--hicache-host-memory-mode buffer_only is not for decode instances: use it on prefill instances",
-    ),
-    _Rule(
-        lambda f: _number(f, "dcp-size") > 1 or _number(f, "decode-context-parallel-size") > 1,
-        Effect.REFUSES,
-        "decode context parallelism takes no dynamic storage backend: serve with --dcp-size 1",
-    ),
-    _Rule(
-        _has("enable-lmcache"),
-        Effect.REFUSES,
-        "--enable-lmcache is another tiered cache: choose one of them",
-    ),
-    _Rule(
-        _has("enable-int8-mamba-checkpoint"),
-        Effect.REFUSES,
-        "--enable-int8-mamba-checkpoint excludes --enable-hierarchical-cache: drop it",
-    ),
-    _Rule(
-        _layout("page_first_direct", "kernel"),
-        Effect.REWRITES,
-        "--hicache-mem-layout page_first_direct makes --hicache-io-backend direct",
-    ),
-    _Rule(
-        _layout("page_first", "direct"),
-        Effect.REWRITES,
-        "--hicache-io-backend direct makes --hicache-mem-layout page_first_direct",
-    ),
-    _Rule(
-        lambda f: (
-            f.get("hicache-host-memory-mode") == "buffer_only"
-            and f.get("hicache-write-policy") == "write_back"
-        ),
-        Effect.REWRITES,
-        "--hicache-host-memory-mode buffer_only makes --hicache-write-policy write_through",
-    ),
-    _Rule(
-        lambda f: "enable-unified-memory" in f and f["hicache-mem-layout"] == "page_first_direct",
-        Effect.REWRITES,
-        "--enable-unified-memory makes --hicache-mem-layout page_first and --hicache-io-backend kernel",
-    ),
-    _Rule(
-        _is("hicache-mem-layout", "page_head"),
-        Effect.MEANS,
-        "--hicache-mem-layout page_head is the slowest to copy to and from L3; objects are the same in every "
-        "layout",
-    ),
-    _Rule(
-        _is("hicache-host-memory-mode", "buffer_only"),
-        Effect.MEANS,
-        "buffer_only keeps no L2: every hit beyond the GPU comes from L3",
-    ),
-    _Rule(
-        _has("enable-session-radix-cache"),
-        Effect.MEANS,
-        "--enable-session-radix-cache makes SGLang use its Python tree core, which is slower",
-    ),
-    _Rule(
-        _has("enable-streaming-session"),
-        Effect.MEANS,
-        "streaming sessions keep their KV on the GPU between turns and use neither L2 nor L3",
-    ),
-    _Rule(
-        _is("hicache-storage-prefetch-policy", "best_effort"),
-        Effect.MEANS,
-        "best_effort gives a prefetch up when its request is first looked at: expect few hits from L3 on an "
-        "idle server",
-    ),
-    _Rule(
-        lambda f: _number(f, "page-size") < 16,
-        Effect.MEANS,
-        "every page is one object: with --page-size below 16, L3 spends its time on headers",
-    ),
-)
+LINKER_MODULE, LINKER_CLASS = "hicache.integrations.sglang.linker", "HiCacheLinker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """What the command is made from. `flags` are the user's own, as SGLang takes them."""
+    """What the command is made from. `flags` are the user's own, as SGLang takes them.
+
+    `linker` loads from L3 to the device without a host tier; `adaptive` evicts by our policy.
+    """
 
     model: str
     weight_version: str
@@ -162,6 +31,8 @@ class Replica:
     options: Mapping[str, object]
     model_id: str = ""
     flags: Sequence[str] = ()
+    linker: bool = False
+    adaptive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +54,18 @@ class Launch:
         return " \\\n    ".join(lines)
 
 
-_DEFAULTS = {
-    "page-size": "64",
+_PAGES = {"page-size": "64"}
+_TIERS = {
     "hicache-ratio": "2",
     "hicache-io-backend": "direct",
     "hicache-mem-layout": "page_first_direct",
     "hicache-write-policy": "write_through",
     "hicache-storage-prefetch-policy": "timeout",
 }
-_OURS = ("hicache-storage-backend", "hicache-storage-backend-extra-config")
+_OURS = (
+    *("hicache-storage-backend", "hicache-storage-backend-extra-config"),
+    *("unified-cache-external-linker-backend", "unified-cache-external-linker-config"),
+)
 
 
 def plan(replica: Replica) -> Launch:
@@ -205,30 +79,39 @@ def plan(replica: Replica) -> Launch:
     for name in _OURS:
         if name in given:
             raise ConfigError(f"--{name} is what this command writes; leave it out")
-    aliases = {"enable-hicache", "enable-hierarchical-cache"}
-    flags = {**_DEFAULTS, **{name: value for name, value in given.items() if name not in aliases}}
-    if "hicache-size" in given and "hicache-ratio" not in given:
-        del flags["hicache-ratio"]
-    extra: dict[str, object] = {
-        "backend_name": "hicache",
-        "module_path": MODULE,
-        "class_name": CLASS,
-        "interface_v1": 1,
-        "weight_version": replica.weight_version,
-    }
+    if "enable-hicache" in given:  # an alias
+        given = {"enable-hierarchical-cache": given.pop("enable-hicache"), **given}
+    extra = _extra_config(replica)
+    if replica.linker:
+        flags = {"enable-unified-cache-external-linker": "", **_PAGES, **given}
+        config = {"linker": LINKER_CLASS, "linker_module_path": LINKER_MODULE, "linker_extra_config": extra}
+        last = ["--unified-cache-external-linker-backend", "dynamic"]
+        last += ["--unified-cache-external-linker-config", json.dumps(config)]
+    else:
+        flags = {"enable-hierarchical-cache": "", **_PAGES, **_TIERS, **given}
+        if "hicache-size" in given and "hicache-ratio" not in given:
+            del flags["hicache-ratio"]
+        names = {"backend_name": "hicache", "module_path": MODULE, "class_name": CLASS, "interface_v1": 1}
+        extra = {**names, **extra}
+        last = ["--hicache-storage-backend", "dynamic"]
+        last += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
+    if replica.adaptive and flags.setdefault("radix-cache-backend", RADIX) != RADIX:
+        raise ConfigError(
+            f"--radix-cache-backend {flags['radix-cache-backend']} is another cache than --adaptive asks for"
+        )
+    command = ["python", "-m", "sglang.launch_server", "--model-path", replica.model]
+    for name, value in flags.items():
+        command += [f"--{name}", value] if value else [f"--{name}"]
+    return Launch((*command, *last), extra, remarks(flags))
+
+
+def _extra_config(replica: Replica) -> dict[str, object]:
+    extra: dict[str, object] = {"weight_version": replica.weight_version}
     if replica.backend != "grpc":
         extra["backend"] = replica.backend
     if replica.model_id:
         extra["model_id"] = replica.model_id
-    extra |= replica.options
-    command = ["python", "-m", "sglang.launch_server", "--model-path", replica.model]
-    command += ["--enable-hierarchical-cache"]
-    for name, value in flags.items():
-        command += [f"--{name}", value] if value else [f"--{name}"]
-    command += ["--hicache-storage-backend", "dynamic"]
-    command += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
-    notes = tuple(Note(rule.effect, rule.text) for rule in _RULES if rule.applies(flags))
-    return Launch(tuple(command), extra, notes)
+    return {**extra, **replica.options}
 
 
 def read_flags(words: Sequence[str]) -> dict[str, str]:

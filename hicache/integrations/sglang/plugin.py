@@ -1,7 +1,7 @@
 """The entry point that SGLang runs in each of its processes: says once what is installed beside it.
 
-The storage backend is chosen by flags alone; the one thing done here is to listen for changes of the weights,
-of which SGLang does not tell its storage.
+The storage backend and the linker are chosen by flags alone. What is done here: listen for changes of the
+weights, of which SGLang does not tell its storage, and make `--radix-cache-backend hicache` known.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import multiprocessing
 from importlib import metadata
 
 from hicache.integrations.sglang import TESTED_VERSIONS, live
+from hicache.integrations.sglang.radix import backend
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,9 @@ UPDATES = tuple(
 
 
 def activate() -> None:
-    """Hear of changes of the weights; log one line in SGLang's first process."""
+    """Hear of changes of the weights, offer the radix cache; log one line in SGLang's first process."""
     _listen()
+    backend.register()
     if multiprocessing.parent_process() is not None:
         return
     ours, theirs = metadata.version("hicache-tiered"), metadata.version("sglang")
@@ -32,7 +34,8 @@ def activate() -> None:
     logger.log(
         logging.INFO if tested else logging.WARNING,
         "HiCache %s is installed beside SGLang %s (%s). It is active only where --hicache-storage-backend "
-        "dynamic names it; `hicache sglang-flags` prints the flags.",
+        "dynamic, the external linker or --radix-cache-backend names it; `hicache sglang-flags` prints the "
+        "flags.",
         ours,
         theirs,
         "tested" if tested else f"never tested; tested are {', '.join(TESTED_VERSIONS)}",

@@ -57,6 +57,8 @@ def server_args(interface: int, layout: str, address: str) -> Any:
 class Engine:
     """A cache with its pools, as a scheduler of one rank has them."""
 
+    pause_s = 0.005
+
     def __init__(self, core: str, components: str, arguments: Any) -> None:
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -79,6 +81,10 @@ class Engine:
             tp_cache_group=dist.new_group([0]),
         )
         self.cache = UnifiedRadixCache(params)
+        self.attach(arguments, params)
+
+    def attach(self, arguments: Any, params: Any) -> None:
+        """Put the host tier and its storage behind the tree."""
         self.cache.init_hicache(arguments, params)
 
     def _make_pools(self) -> None:
@@ -138,7 +144,7 @@ class Engine:
             self.cache.check_hicache_events()
             if done():
                 return True
-            time.sleep(0.005)
+            time.sleep(self.pause_s)
         return False
 
     def forget(self) -> None:

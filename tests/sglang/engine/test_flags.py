@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from hicache.integrations.sglang.launch import Effect, Replica, plan, read_flags
+from hicache.integrations.sglang.launch import Replica, plan, read_flags
+from hicache.integrations.sglang.remarks import Effect
 
 _RESOLVE = """
 import json, sys
@@ -38,24 +39,43 @@ SETTINGS = [
     "--hicache-host-memory-mode buffer_only --hicache-write-policy write_back",
     "--enable-unified-memory",
     "--enable-unified-cache-external-linker",
+    "linker",
+    "linker --radix-cache-backend hicache",
+    "linker --disable-radix-cache",
+    "linker --enable-hierarchical-cache",
+    "linker --enable-linker-mla-dedup",
+    "adaptive",
 ]
 _READ = (
     *("hicache-mem-layout", "hicache-io-backend", "hicache-write-policy", "hicache-host-memory-mode"),
-    *("enable-unified-memory", "enable-unified-cache-external-linker"),
+    *("enable-unified-memory", "enable-unified-cache-external-linker", "enable-hierarchical-cache"),
+    *("radix-cache-backend", "disable-radix-cache", "enable-linker-mla-dedup", "hicache-storage-backend"),
+    *("unified-cache-external-linker-backend", "hicache-ratio"),
 )
+
+
+def replica(setting: str) -> Replica:
+    """The replica of a setting: flags, behind `linker` or `adaptive` where they are for those."""
+    kind, _, flags = setting.partition(" ") if setting[:1] != "-" else ("", "", setting)
+    return Replica(
+        model="m",
+        weight_version="1",
+        options={},
+        flags=flags.split(),
+        linker=kind == "linker",
+        adaptive=kind == "adaptive",
+    )
 
 
 def asked(setting: str) -> dict[str, Any]:
     """The fields of SGLang's arguments that the printed command sets."""
-    command = plan(Replica(model="m", weight_version="1", options={}, flags=setting.split())).command
+    command = plan(replica(setting)).command
     flags = read_flags(command[5:])
     fields: dict[str, Any] = {name.replace("-", "_"): flags[name] or True for name in _READ if name in flags}
-    return {
-        **fields,
-        "enable_hierarchical_cache": True,
-        "hicache_storage_backend": "dynamic",
-        "hicache_ratio": 2.0,
-    }
+    if "hicache_ratio" in fields:
+        fields["hicache_ratio"] = float(fields["hicache_ratio"])
+    config = flags.get("unified-cache-external-linker-config")
+    return {**fields, "unified_cache_external_linker_config": json.loads(config)} if config else fields
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +94,7 @@ def resolved() -> list[Any]:
 def test_what_sglang_rewrites_and_refuses_is_said_and_nothing_else(resolved: list[Any], setting: str) -> None:
     """A remark that a new SGLang made wrong sends operators after a problem they do not have."""
     answer = resolved[SETTINGS.index(setting)]
-    notes = plan(Replica(model="m", weight_version="1", options={}, flags=setting.split())).notes
+    notes = plan(replica(setting)).notes
     effects = {note.effect for note in notes} - {Effect.MEANS}
     if isinstance(answer, str):
         assert effects == {Effect.REFUSES}, answer

@@ -29,6 +29,7 @@ class Server(ThreadingHTTPServer):
         self.seen: set[tuple[int, ...]] = set()
         self.flushes = 0
         self.fail_with = 0
+        self.keys = {"/flush_cache": "", "/generate": ""}
         self.lock = threading.Lock()
 
     @property
@@ -55,7 +56,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path == "/flush_cache":
+        key = self.server.keys[self.path]
+        if key and self.headers.get("Authorization") != f"Bearer {key}":
+            self._reply(401, b"Unauthorized")
+        elif self.path == "/flush_cache":
             self.server.busy -= 1
             self.server.flushes += 1
             self.server.seen.clear()
@@ -161,3 +165,17 @@ def test_a_server_that_stays_busy_is_reported() -> None:
     for server in serve(Server(busy=1000)):
         with pytest.raises(ServerError, match="flush_cache: status 400: busy"):
             run_http(WORKLOAD, HttpOptions(server.url, flush_timeout_s=0.1), lambda result: None)
+
+
+def test_a_server_with_keys_is_driven_with_them(server: Server) -> None:
+    """Production servers have keys: without them neither the flush nor a request gets through."""
+    server.keys = {"/flush_cache": "for admins", "/generate": "for all"}
+    with pytest.raises(ServerError, match="status 401: give the server's key with --api-key"):
+        run_http(WORKLOAD, HttpOptions(server.url), lambda _: None)
+    options = HttpOptions(server.url, api_key="for all", admin_api_key="for admins")
+    assert "for a" not in repr(options)
+    assert run_http(WORKLOAD, options, lambda _: None).rounds[1].cached_tokens > 0
+    server.keys["/flush_cache"] = "for all"
+    assert (
+        run_http(WORKLOAD, HttpOptions(server.url, api_key="for all"), lambda _: None).rounds[1].cached_tokens
+    )
