@@ -33,7 +33,7 @@ def build_tree(
 
     `policy` stands in for the configured one.
     """
-    rules = TreeRules(spec.page_size, spec.kinds, spec.window_pages)
+    rules = TreeRules(spec.page_size, spec.kinds, spec.window_pages, spec.align_pages)
     if policy is None:
         policy = make_policy(config.radix_eviction_policy, **config.radix_eviction_policy_config)
     return UnifiedTree(rules, policy, host=bool(sizes.host))

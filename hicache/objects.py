@@ -82,7 +82,7 @@ class ObjectCodec:
 
     `absent` names the pools of the family that have nothing for this page (a sidecar whose group
     ends on another page); their part is empty and the part table says so. Which pools those are
-    follows from the page's position, so reader and writer name the same ones.
+    follows from the page's position (ModelSpec.absent), so reader and writer name the same ones.
     """
 
     def __init__(self, spec: ModelSpec, shard: str) -> None:
@@ -168,7 +168,8 @@ class ObjectCodec:
 
     def _make_layout(self, component: Component, absent: frozenset[str]) -> _Layout:
         pools = self.spec[component].pools
-        if not absent <= {pool.name for pool in pools[1:]}:
+        own = 0 if self.spec[component].logical else 1
+        if not absent <= {pool.name for pool in pools[own:]}:
             raise ValueError(f"{sorted(absent)} are not all sidecars of {component.name}")
         shard = self.shard.encode()
         table = shard

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -22,7 +24,8 @@ class PoolSpec:
     """One pool: the memory of a component or of one of its sidecars.
 
     A page of a layer is an array of shape (rows_per_page, *row_shape) of `dtype`; for MAMBA a
-    "page" is one state and rows_per_page is 1.
+    "page" is one state and rows_per_page is 1. A compressed pool has one row per `ratio` tokens,
+    in the page that completes them; where that is not every page, other pages have none.
     """
 
     name: str
@@ -30,12 +33,31 @@ class PoolSpec:
     row_shape: tuple[int, ...]
     dtype: str  # a numpy/torch name: float32, bfloat16, float16, uint8, int8
     rows_per_page: int
+    ratio: int = 1  # tokens that a row stands for
+    state_of: tuple[
+        str, ...
+    ] = ()  # compressed pools whose unfinished groups this holds, as of the page's end
+    overlap: bool = (
+        False  # of a state: groups reach back into the one before, so it is needed at their ends too
+    )
+    at: tuple[int, ...] = ()  # the model layer that reads each layer; default: see ModelSpec.readers
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(f"pool {self.name}: dtype {self.dtype!r} is none of {sorted(DTYPE_BYTES)}")
         if min((self.num_layers, self.rows_per_page, *self.row_shape)) < 1:
             raise SpecError(f"pool {self.name}: layers, rows and shape must be positive")
+        if self.ratio < 1:
+            raise SpecError(f"pool {self.name}: a row stands for at least one token, not {self.ratio}")
+        if self.state_of and self.ratio > 1:
+            raise SpecError(f"pool {self.name}: a state has no compression ratio of its own")
+        if self.overlap and not self.state_of:
+            raise SpecError(f"pool {self.name}: `overlap` speaks of a state, and it is the state of no pool")
+        if self.at and (len(self.at) != self.num_layers or list(self.at) != sorted(self.at)):
+            raise SpecError(
+                f"pool {self.name}: `at` names the model layer of each of its {self.num_layers} layers, "
+                f"ascending, not {self.at}"
+            )
 
     @property
     def layer_page_bytes(self) -> int:
@@ -56,21 +78,37 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 
 @dataclass(frozen=True, slots=True)
 class ComponentSpec:
-    """One component and its family: `pools[0]` is the component's own, the rest are sidecars."""
+    """One component and its family: `pools[0]` is the component's own, the rest are sidecars.
+
+    A `logical` component has slots but no bytes of its own: all its pools are sidecars.
+    """
 
     component: Component
     pools: tuple[PoolSpec, ...]
     window: int = 0  # tokens; SWA only
+    logical: bool = False
 
     def __post_init__(self) -> None:
         if not self.pools:
             raise SpecError(f"{self.component.name}: a component needs at least one pool")
         if (self.component is Component.SWA) != (self.window > 0):
             raise SpecError(f"{self.component.name}: window={self.window}; exactly SWA has a positive window")
+        if self.own_layers and self.pools[0].ratio > 1:
+            raise SpecError(
+                f"{self.component.name}: its own pool {self.pools[0].name} has a compression ratio; only "
+                "sidecars may (make the component logical if it has nothing else)"
+            )
+        if self.component is Component.MAMBA and any(pool.ratio > 1 for pool in self.pools):
+            raise SpecError("MAMBA: a state is of one token, its sidecars have no compression ratio")
+
+    @property
+    def own_layers(self) -> int:
+        """Layers of the component's own pool; 0 if it is logical."""
+        return 0 if self.logical else self.pools[0].num_layers
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of the whole family."""
+        """Bytes of one page of the whole family in memory; an object may lack some of it."""
         return sum(pool.page_bytes for pool in self.pools)
 
 
@@ -86,24 +124,50 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            order = [c.component for c in self.components for _ in range(c.pools[0].num_layers)]
+            order = [c.component for c in self.components for _ in range(c.own_layers)]
             object.__setattr__(self, "layers", tuple(order))
-        for c in self.components:
-            if self.layers.count(c.component) != c.pools[0].num_layers:
-                raise SpecError(
-                    f"{c.component.name}: {c.pools[0].num_layers} pool layers, "
-                    f"but {self.layers.count(c.component)} model layers use it"
-                )
-        kinds = [c.component for c in self.components]
         if self.page_size < 1:
             raise SpecError(f"page size {self.page_size} must be positive")
+        self._check_components()
+        names = [p.name for c in self.components for p in c.pools]
+        if len(set(names)) != len(names):
+            raise SpecError(f"pool names must be distinct: {names}")
+        for c in self.components:
+            for pool in c.pools:
+                self._check_sidecar(pool)
+
+    def _check_components(self) -> None:
+        kinds = [c.component for c in self.components]
         if Component.FULL not in kinds:
             raise SpecError("a model needs a FULL component")
         if len(set(kinds)) != len(kinds) or kinds != sorted(kinds):
             raise SpecError(f"components must be distinct and in order FULL, SWA, MAMBA, not {kinds}")
-        names = [p.name for c in self.components for p in c.pools]
-        if len(set(names)) != len(names):
-            raise SpecError(f"pool names must be distinct: {names}")
+        for c in self.components:
+            if self.layers.count(c.component) != c.own_layers:
+                raise SpecError(
+                    f"{c.component.name}: {c.own_layers} pool layers, "
+                    f"but {self.layers.count(c.component)} model layers use it"
+                )
+        if not self.layers:
+            raise SpecError("a model needs at least one layer, and logical components have none")
+
+    def _check_sidecar(self, pool: PoolSpec) -> None:
+        if pool.ratio > 1 and self.page_size % pool.ratio and pool.ratio % self.page_size:
+            raise SpecError(
+                f"pool {pool.name}: {pool.ratio} tokens a row and pages of {self.page_size}: one must divide "
+                "the other, or a row would belong to no page; choose another page size"
+            )
+        rows = max(1, self.page_size // pool.ratio)
+        if pool.ratio > 1 and pool.rows_per_page != rows:
+            raise SpecError(f"pool {pool.name}: {pool.rows_per_page} rows a page, its ratio makes {rows}")
+        ratios = {p.name: p.ratio for c in self.components for p in c.pools}
+        for name in pool.state_of:
+            if ratios.get(name, 1) == 1:
+                raise SpecError(f"pool {pool.name}: holds the state of {name!r}, which is no compressed pool")
+        if pool.at and not 0 <= pool.at[0] <= pool.at[-1] < len(self.layers):
+            raise SpecError(
+                f"pool {pool.name}: layers {pool.at} are not all of the {len(self.layers)} there are"
+            )
 
     def get(self, component: Component) -> ComponentSpec | None:
         for c in self.components:
@@ -131,6 +195,61 @@ class ModelSpec:
     def window_pages(self) -> int:
         """Pages that hold the last `window` tokens before a page boundary."""
         return -(-self.window // self.page_size)
+
+    @cached_property
+    def align_pages(self) -> int:
+        """Pages between the boundaries that compressed pools allow: those where every group ends.
+
+        A pool whose unfinished group some state holds allows them all.
+        """
+        pools = [pool for c in self.components for pool in c.pools]
+        restored = {name for pool in pools for name in pool.state_of}
+        return self._pages_of([pool.ratio for pool in pools if pool.name not in restored])
+
+    def _pages_of(self, ratios: Iterable[int]) -> int:
+        return math.lcm(*(ratio // self.page_size for ratio in ratios if ratio > self.page_size))
+
+    @cached_property
+    def periods(self) -> Mapping[Component, int]:
+        """After how many pages the parts of a component's objects repeat; 1 if all have the same."""
+        ratios = {pool.name: pool.ratio for c in self.components for pool in c.pools}
+        return {
+            c.component: self._pages_of(
+                [*(p.ratio for p in c.pools), *(ratios[name] for p in c.pools for name in p.state_of)]
+            )
+            for c in self.components
+        }
+
+    def phase(self, component: Component, position: int) -> int:
+        """Which kind of object a page (MAMBA: the state at a boundary) has; an argument of absent()."""
+        return (position - (component is Component.MAMBA)) % self.periods[component]
+
+    def absent(self, component: Component, phase: int) -> frozenset[str]:
+        """Names of a family's pools that have nothing for pages of this phase."""
+        end = (phase + 1) * self.page_size  # which groups have ended there repeats with the period
+        ratios = {pool.name: pool.ratio for c in self.components for pool in c.pools}
+        absent = set()
+        for pool in self[component].pools:
+            if pool.ratio > self.page_size and end % pool.ratio:
+                absent.add(pool.name)  # its group goes on
+            if pool.state_of and not pool.overlap and not any(end % ratios[name] for name in pool.state_of):
+                absent.add(pool.name)  # nothing is unfinished
+        return frozenset(absent)
+
+    def object_bytes(self, component: Component, phase: int = 0) -> int:
+        """Bytes of a family's parts in an object of this phase."""
+        absent = self.absent(component, phase)
+        return sum(pool.page_bytes for pool in self[component].pools if pool.name not in absent)
+
+    def readers(self, component: Component, pool: PoolSpec) -> tuple[int, ...]:
+        """The model layer that first reads each layer of a pool.
+
+        As the pool says; else, with as many layers as its component's own, theirs; else the first.
+        """
+        own = [i for i, used in enumerate(self.layers) if used is component]
+        if pool.at:
+            return pool.at
+        return tuple(own) if pool.num_layers == len(own) else (own[0] if own else 0,) * pool.num_layers
 
     @cached_property
     def fingerprint(self) -> str:

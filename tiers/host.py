@@ -76,13 +76,16 @@ class HostPools(TorchPools):
         return self._rows[name]
 
     def read_page(self, component: Component, slot: int, parts: Sequence[memoryview]) -> None:
-        """Copy a page of a family into `parts`, one writable buffer of page_bytes per pool."""
+        """Copy a page of a family into `parts`, one writable buffer of page_bytes per pool.
+
+        An empty buffer leaves its pool out.
+        """
         for rows, index, part in self._page_parts(component, slot, parts):
             out = np.frombuffer(part, dtype=rows.dtype).reshape(len(index), rows.shape[1])
             np.take(rows, index, axis=0, out=out, mode="clip")  # clip: 'raise' would copy twice
 
     def write_page(self, component: Component, slot: int, parts: Sequence[memoryview]) -> None:
-        """Copy `parts`, one buffer of page_bytes per pool, into a page of a family."""
+        """Copy `parts`, one buffer of page_bytes or none per pool, into a page of a family."""
         for rows, index, part in self._page_parts(component, slot, parts):
             rows[index] = np.frombuffer(part, dtype=rows.dtype).reshape(len(index), rows.shape[1])
 
@@ -119,6 +122,7 @@ class HostPools(TorchPools):
         return [
             (self._rows[pool.name], self._geometry[pool.name].page_rows(slot), part)
             for pool, part in zip(self.spec[component].pools, parts, strict=True)
+            if len(part)
         ]
 
 

@@ -50,7 +50,7 @@ class HiCache:
         config.check_page_size(spec.page_size)
         self.spec, self.config, self.clock = spec, config, clock
         self.tree, self.executor = tree, executor
-        self.rules = TreeRules(spec.page_size, spec.kinds, spec.window_pages)
+        self.rules = TreeRules(spec.page_size, spec.kinds, spec.window_pages, spec.align_pages)
         self.stats = CacheStats()
         write_back = config.hicache_write_policy.value == "write_back"
         copies = Copies.LAST if write_back else Copies.KEPT
@@ -58,10 +58,10 @@ class HiCache:
         self._tables = PageTables(tree, self.pools, self.rules, config, clock)
         self._check_capacities(device)
         self._jobs = Jobs()
-        self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats)
+        self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats, spec)
         self._prefetcher = Prefetcher(
             *(tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats),
-            weights={c.component: c.page_bytes for c in spec.components},
+            spec,
         )
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight

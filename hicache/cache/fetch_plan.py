@@ -63,11 +63,16 @@ class Outlook:
             window_pages=self._rules.window_pages,
             swa=self._swa,
             checkpoints=self._checkpoints,
+            align=self._rules.align_pages,
         )
 
     def _acceptable(self, limit: int) -> list[int]:
         return boundary.acceptable(
-            limit, window_pages=self._rules.window_pages, swa=self._swa, checkpoints=self._checkpoints
+            limit,
+            window_pages=self._rules.window_pages,
+            swa=self._swa,
+            checkpoints=self._checkpoints,
+            align=self._rules.align_pages,
         )
 
     def descending(self, limit: int, floor: int) -> Iterator[int]:
@@ -99,7 +104,7 @@ class Outlook:
         A read that is cut off ends at the last of them. `weights` are bytes of a page per component.
         """
         if self._swa is None and self._checkpoints is None:
-            return [target]  # every page is a step
+            return [target]  # every page, or group of pages, is a step
         window = min(self._rules.window_pages, target) if self._swa is not None else 0
         each = window * weights.get(SWA, 0) + weights.get(MAMBA, 0)
         room = int((target - self.start) * weights[FULL] * _STEPS_SHARE)

@@ -8,7 +8,6 @@ a read still fills stay held until the read ends (law 9).
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress
 
@@ -22,6 +21,7 @@ from hicache.config.cache import CacheConfig
 from hicache.keys import page_hashes
 from hicache.policy.prefetch import PrefetchRule, PrefetchVerdict
 from hicache.request import Request
+from hicache.spec import ModelSpec
 from hicache.transfer.base import Done, Executor, JobId, JobKind
 from hicache.tree.base import Match, TreeCore, TreeRules
 from hicache.types import NO_SLOT, TOKEN_BYTES, Component, PrefetchPolicy, Slots, Tier
@@ -52,11 +52,10 @@ class Prefetcher:
         config: CacheConfig,
         clock: Clock,
         stats: CacheStats,
-        *,
-        weights: Mapping[Component, int],
+        spec: ModelSpec,
     ) -> None:
-        """`weights` are the bytes of a page of each family."""
-        self._weights = weights
+        self._weights = {c.component: c.page_bytes for c in spec.components}
+        self._periods = spec.periods
         self._tree, self._rules, self._pools = tree, rules, pools
         self._executor, self._jobs, self._clock, self._stats = executor, jobs, clock, stats
         self._threshold = max(config.prefetch_threshold, rules.page_size)
@@ -101,7 +100,7 @@ class Prefetcher:
             first = max(0, min(found.host, found.full) - self._rules.window_pages)
             prefetch.anchor = self._tree.lock(found, found.full, Tier.HOST, swa_start=first)
         self._by_rid[request.rid] = prefetch
-        self._executor.start_probe(job, prefetch.refs())
+        self._executor.start_probe(job, prefetch.refs(self._periods))
 
     def ready(self, request: Request) -> bool:
         """True if the prefetch policy lets the request be scheduled now. Publishes what is there."""
@@ -234,7 +233,7 @@ class Prefetcher:
         prefetch.job = self._jobs.open(JobKind.FETCH, lambda done: self._fetched(done, prefetch))
         self._fetching[prefetch.job] = prefetch
         slots = [s for part in prefetch.parts for s in part.slots]
-        self._executor.start_fetch(prefetch.job, prefetch.refs(), slots)
+        self._executor.start_fetch(prefetch.job, prefetch.refs(self._periods), slots)
 
     def _fetched(self, done: Done, prefetch: Prefetch) -> None:
         del self._fetching[done.job]

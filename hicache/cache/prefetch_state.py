@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
 
 from hicache.cache.fetch_plan import Part
 from hicache.request import Request
-from hicache.transfer.base import JobId, ObjectRef
+from hicache.transfer.base import JobId, ObjectRef, name_objects
 from hicache.tree.base import Lease
 from hicache.types import NO_SLOT, Component
-
-_make_ref = tuple.__new__  # a prompt names thousands of objects: NamedTuple's own constructor is slow
 
 
 class Phase(enum.Enum):
@@ -69,11 +67,11 @@ class Prefetch:
                     got[position], part.slots[i] = part.slots[i], NO_SLOT
         return missing
 
-    def refs(self) -> list[ObjectRef]:
-        """Names of all objects; a state is named by the page it ends."""
+    def refs(self, periods: Mapping[Component, int]) -> list[ObjectRef]:
+        """Names of all objects; a state is named by the page it ends. `periods` as of the spec."""
         refs: list[ObjectRef] = []
         for part in self.parts:
             behind = part.component is Component.MAMBA
-            names = zip(repeat(part.component), (self.hashes[p - behind] for p in part.positions))
-            refs += map(_make_ref, repeat(ObjectRef), names)
+            names = (self.hashes[p - behind] for p in part.positions)
+            refs += name_objects(part.component, part.positions, names, periods[part.component])
         return refs

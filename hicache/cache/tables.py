@@ -95,7 +95,8 @@ class PageTables:
         request.track_position = last
         if end - start == 1:
             return  # decode: only the rolling capture
-        wanted = [b * page for b in request.branch] + [(request.prompt_length - 1) // page * page]
+        grid = page * self._rules.align_pages
+        wanted = [b * page for b in request.branch] + [(request.prompt_length - 1) // grid * grid]
         if self._config.mamba_prefill_checkpoints is StateCheckpoints.INTERVAL:
             step = self._config.mamba_track_interval
             wanted += range((start // step + 1) * step, end, step)

@@ -14,7 +14,8 @@ from hicache.cache.stats import CacheStats
 from hicache.config.cache import CacheConfig
 from hicache.policy.writing import hits_to_write
 from hicache.request import Request
-from hicache.transfer.base import Done, Executor, JobKind, Move, ObjectRef
+from hicache.spec import ModelSpec
+from hicache.transfer.base import Done, Executor, JobKind, Move, ObjectRef, name_objects
 from hicache.tree.base import Lease, TreeCore, WritePlan
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
@@ -63,7 +64,9 @@ class WriteDown:
         jobs: Jobs,
         config: CacheConfig,
         stats: CacheStats,
+        spec: ModelSpec,
     ) -> None:
+        self._periods = spec.periods
         self._tree, self._pools, self._executor, self._jobs = tree, pools, executor, jobs
         self._config, self._stats = config, stats
         self._hits = hits_to_write(config.hicache_write_policy)
@@ -265,7 +268,9 @@ class WriteDown:
             return True
         store_lease = self._tree.begin_write(lease, plan)
         order = sorted(plan.pages)  # FULL ancestors first (law 7)
-        refs = [ObjectRef(c, h) for c in order for h in plan.hashes[c]]
+        refs: list[ObjectRef] = []
+        for c in order:
+            refs += name_objects(c, plan.pages[c], plan.hashes[c], self._periods[c])
         slots = [s for c in order for s in plan.slots[c]]
         store = _StoreWrite(store_lease, plan, order, attempt, self._executor.storage_epoch)
         self._storing += full

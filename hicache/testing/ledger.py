@@ -308,6 +308,7 @@ class LedgerRunner:
         self, spec: ModelSpec, executor: LedgerExecutor, clock: ManualClock, vocabulary: int
     ) -> None:
         self._spec, self._executor, self._clock, self._vocabulary = spec, executor, clock, vocabulary
+        self._begun: dict[str, tuple[Request, int]] = {}  # by request id: its last admission seen
 
     def prefill(self, request: Request, start: int, end: int) -> int | None:
         if request.load is not None:
@@ -339,6 +340,13 @@ class LedgerRunner:
 
     def _check_inputs(self, request: Request, start: int) -> None:
         page, content = self._spec.page_size, self._executor.content
+        admission = (request, request.admissions)
+        if self._begun.get(request.rid) != admission:
+            self._begun[request.rid] = admission
+            if start % (page * self._spec.align_pages):
+                raise InvariantViolation(
+                    f"{request.rid} resumes at {start}, within a group whose unfinished state nobody keeps"
+                )
 
         def check(component: Component, slot: int, upto: int) -> None:
             want = identity(request, upto)

@@ -95,6 +95,8 @@ class Oracle:
         """The rule at one boundary, word for word."""
         if boundary == 0:
             return True
+        if boundary % self.rules.align_pages:
+            return False
         if not all(any(page.has(FULL, t) for t in tiers) for page in path[:boundary]):
             return False
         if SWA in self.rules.kinds:

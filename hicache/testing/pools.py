@@ -46,6 +46,40 @@ def hybrid_spec(page_size: int, *, weight_version: str = "1") -> ModelSpec:
     )
 
 
+def compressed_spec(page_size: int) -> ModelSpec:
+    """FULL without bytes of its own, three compressed sidecars on it, two states of theirs on SWA.
+
+    Rows of one sidecar span four pages; one state is needed at every boundary, the other where no
+    group of four pages ends.
+    """
+    wide = 4 * page_size
+    return ModelSpec(
+        model_id="compressed-test",
+        page_size=page_size,
+        weight_version="1",
+        components=(
+            ComponentSpec(
+                FULL,
+                (
+                    PoolSpec("c4", 2, (5,), "bfloat16", page_size // 4, ratio=4, at=(0, 2)),
+                    PoolSpec("c4_index", 2, (3,), "uint8", page_size // 4, ratio=4, at=(0, 2)),
+                    PoolSpec("wide", 1, (7,), "float32", 1, ratio=wide, at=(1,)),
+                ),
+                logical=True,
+            ),
+            ComponentSpec(
+                SWA,
+                (
+                    PoolSpec("swa_kv", 3, (2, 4), "float32", page_size),
+                    PoolSpec("c4_state", 2, (9,), "float32", 1, state_of=("c4", "c4_index"), overlap=True),
+                    PoolSpec("wide_state", 1, (6,), "float32", 1, state_of=("wide",)),
+                ),
+                window=2 * page_size,
+            ),
+        ),
+    )
+
+
 def fill(pools: DevicePools, seed: int) -> None:
     """Give every byte of every device pool a seeded random value."""
     generator = torch.Generator().manual_seed(seed)

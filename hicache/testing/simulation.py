@@ -20,6 +20,7 @@ from hicache.errors import InvariantViolation
 from hicache.keys import page_hashes
 from hicache.request import Request
 from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
+from hicache.testing.families import random_spec
 from hicache.testing.ledger import Faults, Identity, LedgerExecutor, LedgerRunner, identity, make_request
 from hicache.transfer.base import ObjectRef
 from hicache.types import Component, PrefetchPolicy, Tier, WritePolicy
@@ -87,7 +88,7 @@ def make_world(seed: int) -> World:
     page = rng.choice([1, 2, 4])
     chunk = page * rng.choice([2, 4, 8])
     window = rng.choice([1, page, 2 * page + 1, 3 * page])
-    spec = tiny_spec(kinds, page, window)
+    spec = random_spec(rng, kinds, page, window)
     swa_need = spec.window_pages + max(chunk, 8 * page) // page + 1
     device = {
         FULL: rng.choice([24, 40]),
@@ -220,14 +221,17 @@ def check_waits(world: World) -> None:
 
 def check_storage(world: World) -> None:
     """Every object is what its name says; without faults, nothing is stored without its ancestors."""
-    page = world.cache.spec.page_size
+    spec = world.cache.spec
+    page = spec.page_size
     truth: dict[ObjectRef, Identity] = {}
     parents: dict[bytes, bytes] = {}
     for request in world.seen:
         hashes = page_hashes(request.scope, request.tokens, page)
         for i, page_hash in enumerate(hashes):
             what = identity(request, (i + 1) * page)
-            truth.update({ObjectRef(component, page_hash): what for component in Component})
+            for component in spec.kinds:
+                behind = component is MAMBA
+                truth[ObjectRef(component, page_hash, spec.phase(component, i + behind))] = what
             if i:
                 parents[page_hash] = hashes[i - 1]
     held = world.executor.storage or {}
@@ -237,7 +241,11 @@ def check_storage(world: World) -> None:
         parent = parents.get(ref.page_hash) if ref.component is FULL else ref.page_hash
         complete = not world.storage_lost and not world.faults.object_lost and not world.faults.object_short
         whole = complete and not world.faults.put_refused and not world.faults.store_fails
-        if whole and parent is not None and ObjectRef(FULL, parent) not in held:
+        if (
+            whole
+            and parent is not None
+            and not any(ObjectRef(FULL, parent, phase) in held for phase in range(spec.periods[FULL]))
+        ):
             raise InvariantViolation(f"object {ref} is stored without its ancestors")
 
 

@@ -63,7 +63,11 @@ class TransferWorld:
             close_timeout_s=close_timeout_s,
         )
         self._jobs = 0
-        everything = [Move(c, array("i", range(n)), array("i", range(n))) for c, n in CAPACITIES.items()]
+        everything = [
+            Move(c, array("i", range(n)), array("i", range(n)))
+            for c, n in CAPACITIES.items()
+            if c in self.spec.kinds
+        ]
         self.executor.start_write(self.job(), everything)
         self.end()
 

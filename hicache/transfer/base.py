@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, NewType, Protocol
 
 from hicache.types import Component, Slots
 
 JobId = NewType("JobId", int)
+
+_make_ref = tuple.__new__  # a prompt names thousands of objects: NamedTuple's own constructor is slow
 
 
 class Move(NamedTuple):
@@ -30,6 +33,16 @@ class ObjectRef(NamedTuple):
 
     component: Component
     page_hash: bytes  # 32 bytes
+    phase: int = 0  # which pools have a part of it: see ModelSpec.phase
+
+
+def name_objects(
+    component: Component, positions: Sequence[int], hashes: Iterable[bytes], period: int
+) -> list[ObjectRef]:
+    """Name the objects of pages (MAMBA: of states at boundaries); `period` as of the spec."""
+    behind = component is Component.MAMBA
+    phases: Iterable[int] = repeat(0) if period == 1 else ((p - behind) % period for p in positions)
+    return list(map(_make_ref, repeat(ObjectRef), zip(repeat(component), hashes, phases)))
 
 
 class JobKind(enum.Enum):

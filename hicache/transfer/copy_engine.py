@@ -45,25 +45,13 @@ class Pages:
 
 
 def layer_schedule(spec: ModelSpec) -> tuple[tuple[LayerPart, ...], ...]:
-    """Return what must be there before each model layer may run.
-
-    A pool with as many layers as its component's own goes along layer by layer; any other sidecar
-    goes whole with the component's first layer.
-    """
-    seen = dict.fromkeys(spec.kinds, 0)
-    schedule = []
-    for component in spec.layers:
-        own = spec[component].pools[0].num_layers
-        layer = seen[component]
-        seen[component] += 1
-        parts: list[LayerPart] = []
-        for pool in spec[component].pools:
-            if pool.num_layers == own:
-                parts.append(LayerPart(component, pool.name, layer))
-            elif layer == 0:
-                parts.extend(LayerPart(component, pool.name, i) for i in range(pool.num_layers))
-        schedule.append(tuple(parts))
-    return tuple(schedule)
+    """Return what must be there before each model layer may run: every pool layer that it reads first."""
+    schedule: list[list[LayerPart]] = [[] for _ in spec.layers]
+    for family in spec.components:
+        for pool in family.pools:
+            for layer, reader in enumerate(spec.readers(family.component, pool)):
+                schedule[reader].append(LayerPart(family.component, pool.name, layer))
+    return tuple(map(tuple, schedule))
 
 
 def gather_pages(

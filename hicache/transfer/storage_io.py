@@ -85,7 +85,9 @@ class StorageLink:
         self._limits = limits
         self._codec = ObjectCodec(spec, shard)
         self._identity = (spec.fingerprint, shard)
-        self._sizes = {kind: self._codec.size(kind) for kind in spec.kinds}
+        kinds = [(kind, phase) for kind, period in spec.periods.items() for phase in range(period)]
+        self._absent = {(kind, phase): spec.absent(kind, phase) for kind, phase in kinds}
+        self._sizes = {key: self._codec.size(key[0], absent=absent) for key, absent in self._absent.items()}
         register = backend.register if isinstance(backend, RegistersMemory) else None
         size = max(limits.batch_bytes, *self._sizes.values())
         self._staging = StagingPool(size, limit=limits.quarantine_buffers, register=register)
@@ -232,8 +234,8 @@ class StorageLink:
         refs = job.refs[start:end]
         views, at = [], 0
         for ref in refs:
-            views.append(staging[at : at + self._sizes[ref.component]])
-            at += self._sizes[ref.component]
+            views.append(staging[at : at + self._size(ref)])
+            at += self._size(ref)
         keys = [self._key(ref) for ref in refs]
         sizes = self._backend.read(keys, views)
         self._worked()
@@ -243,11 +245,13 @@ class StorageLink:
             if size == MISS:
                 missing += 1
                 continue
-            verdict = self._codec.verify(ref.component, ref.page_hash, view, size)
+            verdict = self._codec.verify(
+                ref.component, ref.page_hash, view, size, absent=self._absent_of(ref)
+            )
             if verdict is not Verdict.OK:
                 bad[keys[i - start]] = verdict
                 continue
-            parts = self._codec.payload_views(ref.component, view)
+            parts = self._codec.payload_views(ref.component, view, absent=self._absent_of(ref))
             self._host.write_page(ref.component, job.slots[i], parts)
             job.flags[i] = 1
         arrived = [len(view) for view, flag in zip(views, job.flags[start:end], strict=True) if flag]
@@ -276,7 +280,7 @@ class StorageLink:
         """Write one batch; returns whether the store failed. Nothing behind a refused object is written."""
         refs = job.refs[start:end]
         keys = [self._key(ref) for ref in refs]
-        answers = self._backend.begin_write(keys, [self._sizes[ref.component] for ref in refs])
+        answers = self._backend.begin_write(keys, [self._size(ref) for ref in refs])
         cut = next((i for i, answer in enumerate(answers) if answer in _REFUSALS), len(answers))
         going = {start + i: a for i, a in enumerate(answers[:cut]) if isinstance(a, Reservation)}
         dropped = [answer for answer in answers[cut:] if isinstance(answer, Reservation)]
@@ -298,15 +302,17 @@ class StorageLink:
         return WriteOutcome.FAILED in [*ended, *answers[cut : cut + 1]]
 
     def _fill(self, ref: ObjectRef, slot: int, buffer: memoryview) -> None:
-        self._host.read_page(ref.component, slot, self._codec.payload_views(ref.component, buffer))
-        self._codec.seal(ref.component, ref.page_hash, buffer)
+        absent = self._absent_of(ref)
+        parts = self._codec.payload_views(ref.component, buffer, absent=absent)
+        self._host.read_page(ref.component, slot, parts)
+        self._codec.seal(ref.component, ref.page_hash, buffer, absent=absent)
 
     def _count_stores(self, refs: Sequence[ObjectRef], ended: Sequence[object]) -> None:
         stored = [ref for ref, e in zip(refs, ended, strict=False) if e is WriteOutcome.STORED]
         existing = sum(e is WriteOutcome.EXISTS for e in ended)
         self._counters.add_all(
             {
-                "store_bytes": sum(self._sizes[ref.component] for ref in stored),
+                "store_bytes": sum(self._size(ref) for ref in stored),
                 "store_objects": len(stored),
                 "store_existing": existing,
                 "store_refused": len(refs) - len(stored) - existing,
@@ -331,6 +337,12 @@ class StorageLink:
 
     # -- plumbing ------------------------------------------------------------------------------
 
+    def _absent_of(self, ref: ObjectRef) -> frozenset[str]:
+        return self._absent[ref.component, ref.phase]
+
+    def _size(self, ref: ObjectRef) -> int:
+        return self._sizes[ref.component, ref.phase]
+
     def _key(self, ref: ObjectRef) -> str:
         fingerprint, shard = self._identity
         return object_key(fingerprint, shard, ref.component, ref.page_hash)
@@ -338,7 +350,7 @@ class StorageLink:
     def _batches(self, refs: Sequence[ObjectRef]) -> Iterator[tuple[int, int]]:
         start, used = 0, 0
         for i, ref in enumerate(refs):
-            size = self._sizes[ref.component]
+            size = self._size(ref)
             if i > start and (i - start >= self._limits.batch_objects or used + size > self._staging.size):
                 yield start, i
                 start, used = i, 0

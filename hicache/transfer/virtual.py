@@ -118,6 +118,11 @@ class VirtualExecutor(Executor):
         costs = costs or VirtualCosts()
         self._clock, self._storage = clock, storage
         self._page_bytes = {c.component: c.page_bytes for c in spec.components}
+        self._object_bytes = {
+            (kind, phase): spec.object_bytes(kind, phase)
+            for kind, period in spec.periods.items()
+            for phase in range(period)
+        }
         self._channels = {
             JobKind.WRITE: _Channel(costs.write_bandwidth),
             JobKind.LOAD: _Channel(costs.load_bandwidth),
@@ -152,12 +157,12 @@ class VirtualExecutor(Executor):
 
     def start_fetch(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
         flags = self._present(refs)
-        size = sum(self._page_bytes[r.component] for r, there in zip(refs, flags, strict=True) if there)
+        size = sum(self._size_of(r) for r, there in zip(refs, flags, strict=True) if there)
         self._fetches[job] = self._begin(JobKind.FETCH, job, size, flags)
 
     def start_store(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
         have = self._present(refs)
-        size = sum(self._page_bytes[r.component] for r, there in zip(refs, have, strict=True) if not there)
+        size = sum(self._size_of(r) for r, there in zip(refs, have, strict=True) if not there)
         self._begin(JobKind.STORE, job, size).refs = refs
 
     def arrived(self, job: JobId) -> bytes:
@@ -182,7 +187,7 @@ class VirtualExecutor(Executor):
             self._fetches.pop(done.job, None)
             if done.kind is JobKind.STORE:  # visible after its last byte, not before
                 put = self._require().put
-                flags = bytes(put(ref, self._page_bytes[ref.component]) for ref in pending.refs)
+                flags = bytes(put(ref, self._size_of(ref)) for ref in pending.refs)
                 done = replace(done, flags=flags)
             ended.append(done)
         return ended
@@ -204,6 +209,9 @@ class VirtualExecutor(Executor):
         self.moved_bytes[kind] += size
         heapq.heappush(self._queue, pending)
         return pending
+
+    def _size_of(self, ref: ObjectRef) -> int:
+        return self._object_bytes[ref.component, ref.phase]
 
     def _size(self, moves: Sequence[Move]) -> int:
         return sum(self._page_bytes[m.component] * len(m.sources) for m in moves)

@@ -23,11 +23,15 @@ Freed = dict[tuple[Tier, Component], Slots]  # slots that left the tree; the cal
 
 @dataclass(frozen=True, slots=True)
 class TreeRules:
-    """What a tree must know of a model. `kinds` begins with FULL; `window_pages` is 0 without SWA."""
+    """What a tree must know of a model. `kinds` begins with FULL; `window_pages` is 0 without SWA.
+
+    Only multiples of `align_pages` are boundaries: see ModelSpec.
+    """
 
     page_size: int
     kinds: tuple[Component, ...]
     window_pages: int = 0
+    align_pages: int = 1
 
 
 class Match:

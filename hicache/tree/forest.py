@@ -45,6 +45,7 @@ class Forest:
         self.page_size = rules.page_size
         self.page_bytes = rules.page_size * TOKEN_BYTES
         self.window_pages = rules.window_pages
+        self.align_pages = rules.align_pages
         self.swa = Component.SWA in rules.kinds
         self.mamba = Component.MAMBA in rules.kinds
         self.roots: dict[bytes, Node] = {}

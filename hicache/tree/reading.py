@@ -95,14 +95,15 @@ def match(f: Forest, scope: bytes, tokens: TokenBuffer, limit: int) -> Match:
         found.path = path
     found.full = full
     found.full_device = device
-    if not (f.swa or f.mamba):
+    if not (f.swa or f.mamba or f.align_pages > 1):
         found.device = device
         found.host = full
         return found
     found.device = _deepest(f, path, device, Tier.DEVICE)
     found.host = _deepest(f, path, full, None) if any(f.resident[Tier.HOST]) else found.device
-    if full > found.host:
-        found.branch = (full,)
+    cut = full - full % f.align_pages
+    if cut > found.host:
+        found.branch = (cut,)
     return found
 
 
@@ -133,6 +134,7 @@ def _walk(f: Forest, node: Node, view: memoryview, pages: int) -> tuple[list[Nod
 
 def _deepest(f: Forest, path: list[Node], limit: int, tier: Tier | None) -> int:
     """Apply the boundary rule to a path; `tier` None means device or host, page by page."""
+    limit -= limit % f.align_pages
     if limit == 0:
         return 0
     while path and path[-1].start >= limit:
@@ -156,6 +158,7 @@ def _deepest(f: Forest, path: list[Node], limit: int, tier: Tier | None) -> int:
         window_pages=f.window_pages,
         swa=swa,
         checkpoints=_Checkpoints(path, tier) if f.mamba else None,
+        align=f.align_pages,
     )
 
 

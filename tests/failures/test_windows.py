@@ -20,16 +20,20 @@ def test_any_pattern_of_holes_and_states_equals_brute_force() -> None:
         pages, window = rng.randint(1, 64), rng.randint(1, 16)
         swa = bytearray(rng.random() < rng.choice([0.5, 0.9, 0.98]) for _ in range(pages))
         states = sorted(rng.sample(range(1, pages + 1), rng.randint(0, min(4, pages))))
+        align = rng.choice([1, 1, 2, 3, 8])
         for has_swa, has_states in ((True, False), (False, True), (True, True)):
             good = [
                 b
                 for b in range(1, pages + 1)
-                if (not has_swa or all(swa[max(0, b - window) : b])) and (not has_states or b in states)
+                if b % align == 0
+                and (not has_swa or all(swa[max(0, b - window) : b]))
+                and (not has_states or b in states)
             ]
             given = {
                 "window_pages": window,
                 "swa": swa if has_swa else None,
                 "checkpoints": states if has_states else None,
+                "align": align,
             }
             assert deepest(pages, **given) == max(good, default=0)  # type: ignore[arg-type]
             assert acceptable(pages, **given) == good  # type: ignore[arg-type]

@@ -37,7 +37,12 @@ def take_histories(kinds: tuple[Component, ...], policy: str, seed: int, ops: in
         others = {
             c: draw.choice(["lru", "fifo", "mru"]) for c in kinds if c is not FULL and draw.random() >= 0.7
         }
-        rules = TreeRules(draw.choice([1, 2, 2, 3]), kinds, draw.choice([1, 2, 3, 5]) if SWA in kinds else 0)
+        rules = TreeRules(
+            draw.choice([1, 2, 2, 3]),
+            kinds,
+            draw.choice([1, 2, 3, 5]) if SWA in kinds else 0,
+            align_pages=draw.choice([1, 1, 1, 2, 3]),
+        )
         policies = {
             component: make_policy(others[component])
             if component in others

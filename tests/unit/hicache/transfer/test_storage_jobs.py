@@ -10,12 +10,14 @@ import pytest
 from hicache.errors import BackendError, BackendTimeout, BackendUnavailable, InvariantViolation
 from hicache.keys import object_key
 from hicache.objects import ObjectCodec
+from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
 from hicache.storage_backends.base import WriteOutcome
+from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.faults import Fault, FaultyBackend, corrupt, scripted
-from hicache.testing.pools import FULL, MAMBA, SWA, hybrid_spec, page_bytes
+from hicache.testing.pools import FULL, MAMBA, SWA, compressed_spec, hybrid_spec, page_bytes
 from hicache.testing.transfers import TransferWorld, faulty_memory
 from hicache.tiers.layouts import HostLayout
-from hicache.transfer.base import JobKind, ObjectRef
+from hicache.transfer.base import JobKind, ObjectRef, name_objects
 from hicache.transfer.storage_io import StorageLimits
 
 REFS = [ObjectRef(FULL, bytes([i]) * 32) for i in range(8)]
@@ -293,3 +295,64 @@ def test_a_slot_outside_the_host_pool_is_refused(world: TransferWorld) -> None:
         world.executor.start_fetch(world.job(), REFS[:1], [32])
     with pytest.raises(ValueError, match="1 objects but 2 slots"):
         world.executor.start_store(world.job(), REFS[:1], [1, 2])
+
+
+def compressed_refs(spec: ModelSpec) -> list[ObjectRef]:
+    """Nine pages of FULL and of SWA, as the cache would name them."""
+    hashes = [bytes([i]) * 32 for i in range(9)]
+    return [
+        ref
+        for component in (FULL, SWA)
+        for ref in name_objects(component, range(9), hashes, spec.periods[component])
+    ]
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+def test_parts_that_a_page_has_not_are_not_stored_and_all_others_come_back(layout: HostLayout) -> None:
+    """Rows that span pages would be stored with each of them, or lost with one."""
+    spec = compressed_spec(16)
+    refs, slots = compressed_refs(spec), [*range(9), *range(9)]
+    backend = MemoryBackend(capacity_bytes=64 << 20)
+    with TransferWorld(backend, spec=spec, layout=layout) as world:
+        before = world.bytes(refs, slots)
+        assert world.store(refs, slots).flags == b"\x01" * 18
+        moved = [slot + 5 for slot in slots[:9]] + [slot + 3 for slot in slots[9:]]
+        assert world.fetch(refs, moved).flags == b"\x01" * 18
+        for ref, old, new in zip(refs, before, world.bytes(refs, moved), strict=True):
+            absent = spec.absent(ref.component, ref.phase)
+            for name, content in old.items():
+                assert (new[name] == content) is (name not in absent)
+                assert name not in absent or new[name] == b"\xff" * len(content)  # untouched
+        wide = [i for i, ref in enumerate(refs[:9]) if "wide" not in spec.absent(FULL, ref.phase)]
+        assert wide == [3, 7]
+        codec = ObjectCodec(spec, "0of1")
+        sizes = {codec.size(r.component, absent=spec.absent(r.component, r.phase)) for r in refs}
+        assert len(sizes) == 4
+        assert world.executor.counters()["store_bytes"] == sum(
+            codec.size(r.component, absent=spec.absent(r.component, r.phase)) for r in refs
+        )
+
+
+def test_an_object_of_another_phase_is_a_miss() -> None:
+    """A page would be taken to hold a row that it has not."""
+    spec = compressed_spec(16)
+    hashes = [bytes([i]) * 32 for i in range(4)]
+    right = name_objects(FULL, range(4), hashes, 4)
+    wrong = name_objects(FULL, range(1, 5), hashes, 4)
+    with TransferWorld(MemoryBackend(capacity_bytes=64 << 20), spec=spec) as world:
+        world.store(right, range(4))
+        assert world.fetch(wrong, range(4)).flags == b"\x01\x01\0\0"  # none of the first three has the row
+
+
+def test_a_component_without_bytes_of_its_own_stores_its_sidecars() -> None:
+    """Pools of odd sizes around one that is only an index would not start, or divide by zero."""
+    sizes = (1536, 4096, 66_048)
+    side = tuple(PoolSpec(f"side{n}", 1, (n,), "uint8", 1) for n in sizes)
+    swa = ComponentSpec(SWA, (PoolSpec("swa", 1, (8,), "uint8", 4),), window=8)
+    spec = ModelSpec("logical", 4, (ComponentSpec(FULL, side, logical=True), swa), weight_version="1")
+    assert spec[FULL].page_bytes == sum(sizes)
+    with TransferWorld(MemoryBackend(capacity_bytes=64 << 20), spec=spec) as world:
+        before = world.bytes(REFS, range(8))
+        assert world.store(REFS, range(8)).flags == b"\x01" * 8
+        world.fetch(REFS, range(8, 16))
+        assert world.bytes(REFS, range(8, 16)) == before
