@@ -15,7 +15,7 @@ from hicache.errors import InvariantViolation
 from hicache.keys import page_hashes
 from hicache.testing.oracle import Held, Oracle
 from hicache.tiers.slots import SlotAllocator
-from hicache.tree.base import Lease, TreeCore, TreeRules, WritePlan
+from hicache.tree.base import Lease, SessionRefs, TreeCore, TreeRules, WritePlan
 from hicache.tree.eviction import EvictionPolicy
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
@@ -69,6 +69,7 @@ class TreeHistory:
         }
         self.active: list[_Active] = []
         self.writes: list[tuple[_Active, WritePlan]] = []
+        self.sessions = [SessionRefs() for _ in range(4)]
         self.scopes = [b"", *(bytes([i]) * 32 for i in range(1, self.shape.scopes))]
         self.now = 0.0
         self.done: Counter[str] = Counter()
@@ -88,6 +89,8 @@ class TreeHistory:
             (self._flush, 1),
             (self._reclaim, 1),
             (self._hash, 1),
+            (self._refer, 4),
+            (self._close, 1),
         ]
 
     # -- running -------------------------------------------------------------------------------
@@ -119,8 +122,13 @@ class TreeHistory:
             self._written()
         while self.active:
             self._release(self.active.pop())
+        for session in self.sessions[::2]:
+            self.tree.unrefer(session)
+            self.oracle.sessions.unrefer(self.oracle.pages(), session)
         self._drop_all()
         self._check()
+        if any(session.ends for session in self.sessions):
+            raise AssertionError("sessions refer to an empty tree")
         for (tier, component), pool in self.pools.items():
             if pool.num_taken:
                 raise AssertionError(f"{pool.num_taken} {component.name} slots leaked on {tier.name}")
@@ -209,6 +217,7 @@ class TreeHistory:
         cut = full - full % self.rules.align_pages
         _equal(found.branch, (cut,) if cut > host else (), "branch")
         path = self.oracle.path(scope, raw)[:full]
+        _equal(self.tree.references(found), [len(page.sessions) for page in path], "references")
         boundary = self.random.randint(0, full)
         _equal(self.tree.slots(found, boundary), self.oracle.slots(path, boundary), f"slots to {boundary}")
         seen = self.tree.presence(found)
@@ -290,6 +299,21 @@ class TreeHistory:
             active = self.active.pop(self.random.randrange(len(self.active)))
             self.trail.append(f"release depth {active.lease.depth} on {active.lease.tier.name}")
             self._release(active)
+
+    def _refer(self) -> None:
+        """A session's request ends: mostly where it grew to, sometimes on the host alone."""
+        active = self._one()
+        if active is not None:
+            number = self.random.randrange(len(self.sessions))
+            self.trail.append(f"session {number} refers to depth {active.lease.depth}")
+            self.tree.refer(active.lease, self.sessions[number])
+            self.oracle.sessions.refer(active.held.path, self.sessions[number])
+
+    def _close(self) -> None:
+        number = self.random.randrange(len(self.sessions))
+        self.trail.append(f"session {number} closes")
+        self.tree.unrefer(self.sessions[number])
+        self.oracle.sessions.unrefer(self.oracle.pages(), self.sessions[number])
 
     def _evict(self) -> None:
         tier = self.random.choice((DEVICE, HOST))

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 
 from hicache.errors import InvariantViolation
+from hicache.testing.conversations import Conversations
 from hicache.testing.victims import next_full
 from hicache.tree.base import Evicted, Freed, Inserted, PathSlots, TreeRules, WritePlan
 from hicache.tree.eviction import EvictionPolicy, Stats
@@ -23,7 +24,8 @@ DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
 class Page:
     """One page of one path: its slots by component and tier, and what is known of it."""
 
-    __slots__ = ("busy", "children", "depth", "parent", "slots", "state_stats", "stats", "stored", "tokens")
+    __slots__ = ("busy", "children", "depth", "parent", "sessions", "slots", "state_stats", "stats",
+                 "stored", "tokens")  # fmt: skip
 
     def __init__(self, parent: Page | None, tokens: bytes, stats: Stats) -> None:
         self.parent = parent
@@ -33,6 +35,7 @@ class Page:
         self.slots = {c: [NO_SLOT, NO_SLOT] for c in Component}
         self.busy: set[tuple[Component, Tier]] = set()
         self.stored: set[Component] = set()
+        self.sessions: set[object] = set()  # those that refer to it
         self.stats = stats
         self.state_stats = stats.copy()
 
@@ -65,6 +68,7 @@ class Oracle:
         self.policies = policies
         self.roots: dict[bytes, Page] = {}
         self.held: set[Held] = set()
+        self.sessions = Conversations()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -422,9 +426,12 @@ class Oracle:
         if len(given) != wanted or len(set(given)) != wanted or not set(given) <= set(free):
             raise InvariantViolation(f"{component.name} {list(given)} went; {wanted} of {sorted(free)} could")
         if component is MAMBA:
-            keys = {slot: self._key(MAMBA, page.state_stats, page) for slot, page in free.items()}
-            best = sorted(keys.values())[:wanted]  # type: ignore[type-var]
-            if sorted(keys[slot] for slot in given) != best:  # type: ignore[type-var]
+            keys = {
+                slot: (self.sessions.state_refs(page), self._key(MAMBA, page.state_stats, page))
+                for slot, page in free.items()
+            }
+            best = sorted(keys.values())[:wanted]
+            if sorted(keys[slot] for slot in given) != best:
                 raise InvariantViolation(f"states {list(given)} went before colder ones")
 
     def _take(self, page: Page, tier: Tier, freed: Freed) -> None:
@@ -442,8 +449,10 @@ class Oracle:
             lost += FULL not in below.stored
             self._take(below, DEVICE, freed)
             self._take(below, HOST, freed)
-        assert page.parent is not None
-        del page.parent.children[page.tokens]
+        for below in reversed(gone):
+            self.sessions.lose(below)
+            assert below.parent is not None
+            del below.parent.children[below.tokens]
         return lost
 
     def reclaimed(self, count: int, given: Slots) -> None:

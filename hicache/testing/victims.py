@@ -19,8 +19,13 @@ FULL = Component.FULL
 def next_full(
     pages: Iterable[Page], kept: Set[Page], tier: Tier, policy: EvictionPolicy, rules: TreeRules
 ) -> Page:
-    """The unprotected tail that the policy puts first; keys differ, for no two accesses share a time."""
-    keys = {page: _key(page, policy, rules) for page in pages if page not in kept and _is_tail(page, tier)}
+    """Of the unprotected tails with the fewest sessions, the one that the policy puts first.
+
+    Keys differ, for no two accesses share a time.
+    """
+    tails = [page for page in pages if page not in kept and _is_tail(page, tier)]
+    fewest = min(len(page.sessions) for page in tails)
+    keys = {page: _key(page, policy, rules) for page in tails if len(page.sessions) == fewest}
     if isinstance(policy, Adaptive):
         return _lesser_end(policy, keys)
     return min(keys, key=keys.__getitem__)

@@ -72,6 +72,18 @@ class Lease:
     states: tuple[int, ...]
 
 
+class SessionRefs:
+    """What one session refers to: the paths that its requests ended with, made by refer().
+
+    A tree forgets it with unrefer(), or as the pages go; it serves one tree.
+    """
+
+    __slots__ = ("ends",)
+
+    def __init__(self) -> None:
+        self.ends: dict[object, None] = {}  # the core's own; empty: it refers to nothing
+
+
 @dataclass(slots=True)
 class PathSlots:
     """Slots of a path up to `boundary`, copied out: the caller owns the arrays.
@@ -205,6 +217,25 @@ class TreeCore(ABC):
 
         FULL: all of [0, depth). SWA: the last window and one page. MAMBA: the state at depth.
         """
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def refer(self, lease: Lease, session: SessionRefs) -> None:
+        """Let a session refer to the lease's path, in place of shorter paths of it that it referred to.
+
+        Entries that no session refers to are evicted first, then those with the fewest sessions; among
+        equals the policy decides. Nothing is protected. FULL: all of [0, depth). SWA: the last window and
+        one page, MAMBA: the state at depth, of paths that the session does not refer to beyond.
+        """
+
+    @abstractmethod
+    def unrefer(self, session: SessionRefs) -> None:
+        """Let a session refer to nothing. Idempotent; frees nothing."""
+
+    @abstractmethod
+    def references(self, at: Match | Lease) -> list[int]:
+        """Return how many sessions refer to each FULL page of the path."""
 
     # -- growing -------------------------------------------------------------------------------
 

@@ -24,10 +24,11 @@ class Stats:
     """What the policies look at: access and creation times, hits, priority, and reach.
 
     `hits` of a single mark may be negative; sums over a suffix of marks never are. `reach` is the
-    longest path, in tokens, that an access through here went.
+    longest path, in tokens, that an access through here went. `refs` of a mark counts the sessions that
+    refer to pages before it and to none behind it.
     """
 
-    __slots__ = ("created", "hits", "last", "priority", "reach")
+    __slots__ = ("created", "hits", "last", "priority", "reach", "refs")
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Stats:
         self.hits = hits
         self.priority = priority
         self.reach = reach
+        self.refs = 0
 
     def copy(self) -> Stats:
         return Stats(self.created, self.last, self.hits, self.priority, self.reach)
@@ -62,8 +64,9 @@ class Stats:
         )
 
     def absorb(self, other: Stats) -> None:
-        """Add another entry's accesses to this one's."""
+        """Add another entry's accesses and references to this one's."""
         self.hits += other.hits
+        self.refs += other.refs
         self.raise_to(other.last, other.priority, other.reach)
 
 

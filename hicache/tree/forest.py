@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from functools import partial
 
 from hicache.errors import InvariantViolation
 from hicache.tree.base import Freed, TreeRules
-from hicache.tree.eviction import Candidates, EvictionPolicy, Key
+from hicache.tree.covers import bequeath
+from hicache.tree.eviction import EvictionPolicy, Key
 from hicache.tree.node import STORED, Node, State, TreeLease
 from hicache.tree.protection import may_go
+from hicache.tree.ranking import Ranked
 from hicache.tree.residency import Loss, Observer, tell_state_lost, tell_windows_lost
 from hicache.tree.window import Run
 from hicache.types import NO_SLOT, TOKEN_BYTES, Component, Slots, Tier, TokenBuffer
@@ -80,19 +83,33 @@ class Forest:
             return key_at(node, node.end)
 
         self.policy = full
-        self.full: tuple[Candidates[Node], ...] = (
-            full.queue(Tier.DEVICE, device_key, may_go),
-            full.queue(Tier.HOST, host_key, may_go),
+        self.full: tuple[Ranked[Node], ...] = (
+            Ranked(
+                lambda: full.queue(Tier.DEVICE, device_key, may_go),
+                lambda node: node.refs(node.device_end) if node.covers else 0,
+            ),
+            Ranked(
+                lambda: full.queue(Tier.HOST, host_key, may_go),
+                lambda node: node.refs(node.end) if node.covers else 0,
+            ),
         )
         window = self._policy(policies, Component.SWA) if self.swa else full
         self.swa_policy = window
-        self.runs: tuple[Candidates[Run], ...] = tuple(
-            window.queue(tier, lambda run: window.key(run.stats, run.start * size)) for tier in TIERS
+        self.runs: tuple[Ranked[Run], ...] = tuple(
+            Ranked(partial(window.queue, tier, lambda run: window.key(run.stats, run.start * size)), run_refs)
+            for tier in TIERS
         )
         recurrent = self._policy(policies, Component.MAMBA) if self.mamba else full
         self.mamba_policy = recurrent
-        self.states: tuple[Candidates[State], ...] = tuple(
-            recurrent.queue(tier, lambda state: recurrent.key(state.stats, (state.at - 1) * size))
+        self.states: tuple[Ranked[State], ...] = tuple(
+            Ranked(
+                partial(
+                    recurrent.queue,
+                    tier,
+                    lambda state: recurrent.key(state.stats, (state.at - 1) * size),
+                ),
+                state_refs,
+            )
             for tier in TIERS
         )
 
@@ -321,6 +338,8 @@ class Forest:
         if parent is None or node.children or node.leases or node.device:
             raise InvariantViolation(f"node [{node.start}, {node.end}) cannot be removed")
         node.report()
+        if node.covers:
+            bequeath(self, node)
         del parent.children[self.first_page(node)]
         self._bury(node)
         self.offer(parent)
@@ -371,6 +390,18 @@ class Forest:
             node.states.remove(state)
             self.forget_state(state)
             self.lost_anchor(node)
+
+
+def run_refs(run: Run) -> int:
+    """Return how many sessions refer to a run."""
+    node = run.node
+    return 0 if node is None or node.swa is None or node.swa.refs is None else node.swa.run_refs(run)
+
+
+def state_refs(state: State) -> int:
+    """Return how many sessions refer to a state."""
+    node = state.node
+    return 0 if node is None or not node.state_refs else node.state_refs.get(state.at, 0)
 
 
 def put(freed: Freed, tier: Tier, component: Component, slots: Slots) -> None:

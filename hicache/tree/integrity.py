@@ -10,6 +10,7 @@ from hicache.tree.forest import TIERS, Forest
 from hicache.tree.leases import evictable
 from hicache.tree.node import Node, TreeLease
 from hicache.tree.protection import device_floor, tree_floor
+from hicache.tree.recount import check_references
 from hicache.tree.window import Window
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
@@ -50,6 +51,7 @@ def check_integrity(f: Forest) -> None:
     _check_counters(f, nodes)
     _check_leases(f, nodes)
     _check_candidates(f, nodes)
+    check_references(f, nodes)
     for tier in TIERS:
         for component in f.rules.kinds:
             free, there = evictable(f, tier, component), f.resident[tier][component]

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
-from hicache.tree.base import Lease
+from hicache.tree.base import Lease, SessionRefs
 from hicache.tree.eviction import Entry, Stats
 from hicache.tree.window import HOLE, Run, Window
 from hicache.types import NO_SLOT, Slots, Tier
@@ -55,6 +55,22 @@ class State:
         self.entries: list[Entry | None] = [None, None]
 
 
+class Cover:
+    """How far one session refers to a node's pages: [start, depth), as far as they are there.
+
+    `below` counts the children that it refers to as well. Where there are none the session ends: its window
+    is [low, depth), perhaps with pages of nodes above, and if `state`, the state at depth is its own.
+    """
+
+    __slots__ = ("below", "depth", "low", "state")
+
+    def __init__(self, depth: int, below: int) -> None:
+        self.depth = depth
+        self.below = below
+        self.low = depth
+        self.state = False
+
+
 class Node:
     """Pages [start, end) of one path.
 
@@ -63,12 +79,14 @@ class Node:
     marks deeper than p and of `beyond`, the accesses that went on into children.
     Invariants: mark_at ascends, its last is `end`; every page is on the device or on the host;
     `pins` and `device_pins` are the leases (of any tier, of DEVICE) that end here plus the children
-    that have any.
+    that have any. `covers` are the sessions that refer to pages here; of their depths, those behind the
+    end say no more than the end (`trimmed`: there may be some).
     """
 
     __slots__ = (
         "beyond",
         "children",
+        "covers",
         "device",
         "device_children",
         "device_pins",
@@ -85,9 +103,11 @@ class Node:
         "pins",
         "scope",
         "start",
+        "state_refs",
         "states",
         "swa",
         "tokens",
+        "trimmed",
     )
 
     def __init__(self, parent: Node | None, start: int, *, swa: bool, scope: bytes = b"") -> None:
@@ -112,6 +132,9 @@ class Node:
         self.pins = 0
         self.device_pins = 0
         self.entries: list[Entry | None] = [None, None]
+        self.covers: dict[SessionRefs, Cover] = {}
+        self.trimmed = False
+        self.state_refs: dict[int, int] = {}  # sessions that end at a boundary, with its state
 
     @property
     def device_end(self) -> int:
@@ -121,6 +144,8 @@ class Node:
 
     def extend(self, tokens: memoryview, count: int) -> None:
         """Append `count` pages; device slots, SWA and a mark at the new end are the caller's to add."""
+        if self.trimmed:
+            self.clamp_covers()  # what is new now, no session has seen
         if self.beyond.hits or self.beyond.reach:
             # Children that are gone went on from the old end: what is new now never saw them.
             self.marks[-1].absorb(self.beyond)
@@ -193,6 +218,14 @@ class Node:
         """Return the hits of page depth - 1."""
         return sum(m.hits for m in self.marks[bisect_left(self.mark_at, depth) :]) + self.beyond.hits
 
+    def refs(self, depth: int) -> int:
+        """Return how many sessions refer to page depth - 1."""
+        if not self.covers:
+            return 0
+        if self.mark_at[-1] == depth:
+            return self.marks[-1].refs
+        return sum(m.refs for m in self.marks[bisect_left(self.mark_at, depth) :])
+
     def first_colder(self, hits: int) -> int:
         """Return the first page with fewer than `hits` hits, or `end`."""
         at, total, found = self.mark_at, self.beyond.hits, self.end
@@ -209,6 +242,7 @@ class Node:
 
     def cut_marks(self, depth: int) -> None:
         """Fold the marks beyond `depth`, and what went beyond the node, into the mark at `depth`."""
+        self.trimmed = True
         self.mark(depth).absorb(self.beyond)
         i = bisect_left(self.mark_at, depth)
         for stats in self.marks[i + 1 :]:
@@ -222,6 +256,45 @@ class Node:
         if parent is not None and parent.parent is not None:
             total = self.tail_stats(self.start + 1)
             parent.beyond.raise_to(total.last, total.priority, total.reach)
+
+    # -- sessions ------------------------------------------------------------------------------
+
+    def clamp(self, cover: Cover) -> None:
+        """Take note of what a session has lost of this node: pages that were trimmed off."""
+        if cover.depth > self.end:
+            cover.depth = self.end
+            cover.low = min(cover.low, self.end)
+            cover.state = False
+
+    def clamp_covers(self) -> None:
+        """Take note of what all sessions have lost."""
+        for cover in self.covers.values():
+            self.clamp(cover)
+        for boundary in [b for b in self.state_refs if b > self.end]:
+            del self.state_refs[boundary]
+        self.trimmed = False
+
+    def _split_covers(self, upper: Node, at: int) -> None:
+        self.clamp_covers()
+        for session, cover in list(self.covers.items()):
+            if cover.depth <= at:
+                upper.covers[session] = self.covers.pop(session)
+                del session.ends[self]
+                session.ends[upper] = None
+            else:
+                upper.covers[session] = Cover(at, 1)
+        upper.state_refs = {b: n for b, n in self.state_refs.items() if b <= at}
+        self.state_refs = {b: n for b, n in self.state_refs.items() if b > at}
+
+    def _absorb_covers(self, upper: Node) -> None:
+        upper.clamp_covers()
+        upper.marks[-1].refs -= self.refs(self.start + 1)
+        for session, cover in upper.covers.items():
+            if session not in self.covers:
+                self.covers[session] = cover
+                del session.ends[upper]
+                session.ends[self] = None
+        self.state_refs.update(upper.state_refs)
 
     # -- structure -----------------------------------------------------------------------------
 
@@ -253,7 +326,11 @@ class Node:
         upper.marks, self.marks = self.marks[:i], self.marks[i:]
         for stats in self.marks:
             upper.beyond.absorb(stats)
+        upper.marks[-1].refs += upper.beyond.refs
+        upper.beyond.refs = 0
         upper.beyond.absorb(self.beyond)
+        if self.covers:
+            self._split_covers(upper, at)
         self.start = at
 
     def absorb(self, upper: Node) -> None:
@@ -261,6 +338,8 @@ class Node:
         rest = upper.beyond
         rest.hits -= self.hits(self.start + 1)
         upper.marks[-1].absorb(rest)
+        if upper.covers:
+            self._absorb_covers(upper)
         if self.swa is not None and upper.swa is not None:
             self.swa.absorb(upper.swa)
         if self.host is not None or upper.host is not None:

@@ -13,7 +13,7 @@ from hicache.tree.forest import TIERS, Forest, put
 from hicache.tree.node import STORED, Node, TreeLease
 from hicache.tree.protection import device_floor, tree_floor
 from hicache.tree.residency import Loss, tell_cut, tell_lost
-from hicache.tree.window import Run
+from hicache.tree.window import Run, Window
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
 _EVERYTHING = 1 << 62
@@ -163,7 +163,7 @@ def _cut_pages(f: Forest, node: Node, at: int, out: Evicted) -> None:
         if node.flags is not None:
             del node.flags[i:]
         if node.swa is not None:
-            node.swa.cut(at, f.forget_run)
+            _cut_windows(f, node.swa, at)
         node.cut_marks(at)
 
 
@@ -178,6 +178,12 @@ def _cut_host(f: Forest, node: Node, i: int, out: Evicted) -> None:
             node.host_count -= len(taken)
             f.resident[1][0] -= len(taken)
             put(out.freed, Tier.HOST, Component.FULL, taken)
+
+
+def _cut_windows(f: Forest, swa: Window, at: int) -> None:
+    swa.cut(at, f.forget_run)
+    if swa.refs is not None and swa.runs:
+        f.offer_run(swa.runs[-1])  # fewer sessions may refer to what is left of it
 
 
 def _unsaved(node: Node, i: int) -> int:

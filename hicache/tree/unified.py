@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hicache.tree import flushing, growing, integrity, leases, reading, shrinking, writing
+from hicache.tree import flushing, growing, integrity, leases, reading, referring, shrinking, writing
 from hicache.tree.base import (
     Evicted,
     Freed,
@@ -13,6 +13,7 @@ from hicache.tree.base import (
     Match,
     PathPresence,
     PathSlots,
+    SessionRefs,
     TreeCore,
     TreeRules,
     WritePlan,
@@ -78,6 +79,15 @@ class UnifiedTree(TreeCore):
 
     def touch(self, lease: Lease, now: float, *, priority: int = 0, hits: int = 1) -> None:
         leases.touch(self._forest, lease, now, priority=priority, hits=hits)
+
+    def refer(self, lease: Lease, session: SessionRefs) -> None:
+        referring.refer(self._forest, lease, session)
+
+    def unrefer(self, session: SessionRefs) -> None:
+        referring.unrefer(self._forest, session)
+
+    def references(self, at: Match | Lease) -> list[int]:
+        return referring.references(self._forest, at)
 
     def insert(
         self,

@@ -48,7 +48,7 @@ class Run:
 class Window:
     """SWA residency of a node's pages. Invariant: all vectors are as long as the node."""
 
-    __slots__ = ("any", "device", "device_has", "flags", "host", "node", "runs")
+    __slots__ = ("any", "device", "device_has", "flags", "host", "node", "refs", "runs")
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -57,6 +57,7 @@ class Window:
         self.device_has = bytearray()  # 1 where `device` has a slot
         self.any = bytearray()  # 1 where either tier has one
         self.flags: bytearray | None = None
+        self.refs: array[int] | None = None  # sessions whose last window a page is in; made on first use
         self.runs: list[Run] = []
 
     # -- growing -------------------------------------------------------------------------------
@@ -82,6 +83,8 @@ class Window:
             self.host += HOLE * count
         if self.flags is not None:
             self.flags += bytes(count)
+        if self.refs is not None:
+            self.refs.frombytes(bytes(count * self.refs.itemsize))
 
     def put(self, tier: Tier, at: int, slots: Slots) -> None:
         """Set the slots of absent pages [at, at + len); none of `slots` is NO_SLOT."""
@@ -127,6 +130,22 @@ class Window:
             self.flags = bytearray(len(self.any))
         return self.flags
 
+    # -- sessions ------------------------------------------------------------------------------
+
+    def refer(self, start: int, end: int, sessions: int) -> None:
+        """Count `sessions` more (or less) that have the pages [start, end) in their last window."""
+        if self.refs is None:
+            self.refs = array("i", bytes(4 * len(self.any)))
+        base = self.node.start
+        np.frombuffer(self.refs, np.int32)[start - base : end - base] += sessions
+
+    def run_refs(self, run: Run) -> int:
+        """Return how many sessions refer to a run: to its first page or its last, whichever more do."""
+        if self.refs is None:
+            return 0
+        base = self.node.start
+        return max(self.refs[run.start - base], self.refs[run.end - 1 - base])
+
     # -- shrinking -----------------------------------------------------------------------------
 
     def take(self, tier: Tier, start: int, end: int) -> Slots:
@@ -154,6 +173,8 @@ class Window:
             del self.host[i:]
         if self.flags is not None:
             del self.flags[i:]
+        if self.refs is not None:
+            del self.refs[i:]
         runs = self.runs
         while runs and runs[-1].start >= end:
             run = runs.pop()
@@ -266,6 +287,8 @@ class Window:
             upper.host, self.host = self.host[:k], self.host[k:]
         if self.flags is not None:
             upper.flags, self.flags = self.flags[:k], self.flags[k:]
+        if self.refs is not None:
+            upper.refs, self.refs = self.refs[:k], self.refs[k:]
         upper.runs, self.runs = runs[:i], runs[i:]
         for run in upper.runs:
             run.node = upper.node
@@ -282,6 +305,9 @@ class Window:
         if self.flags is not None or upper.flags is not None:
             flags = upper.flags if upper.flags is not None else bytearray(len(upper.any))
             self.flags = flags + (self.flags if self.flags is not None else bytes(len(self.any)))
+        if self.refs is not None or upper.refs is not None:
+            head = upper.refs if upper.refs is not None else array("i", bytes(4 * len(upper.any)))
+            self.refs = head + (self.refs if self.refs is not None else array("i", bytes(4 * len(self.any))))
         upper.device += self.device
         upper.device_has += self.device_has
         upper.any += self.any
@@ -295,7 +321,7 @@ class Window:
         node = self.node
         length = node.end - node.start
         lengths = {len(self.device), len(self.device_has), len(self.any), length}
-        lengths |= {len(v) for v in (self.host, self.flags) if v is not None}
+        lengths |= {len(v) for v in (self.host, self.flags, self.refs) if v is not None}
         if lengths != {length}:
             raise InvariantViolation(f"SWA vectors of node [{node.start}, {node.end}) have lengths {lengths}")
         host = presence(self.host) if self.host is not None else bytes(length)

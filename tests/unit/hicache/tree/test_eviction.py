@@ -267,7 +267,7 @@ def test_repeated_touches_do_not_pile_up_in_the_heaps(bed) -> None:
         b.tree.touch(lease, 10.0 + i)
     heap = b.tree._forest.full[DEVICE]
     assert len(heap) == 1
-    assert len(heap._heap) <= 66
+    assert len(heap._free._heap) <= 66
 
 
 def test_drop_all_leaves_only_what_a_lease_protects(bed) -> None:
