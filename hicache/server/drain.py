@@ -48,7 +48,7 @@ class Drain:
             del self._running[task]
 
     def cut(self, why: str) -> int:
-        """End what is running: 503 for all but streams, whose end is the engine's; return how many there are."""
+        """End what is running: 503 for all but streams, whose end is the engine's; return how many."""
         self._why = why
         for task, answer in self._running.items():
             if not answer.begun:

@@ -20,7 +20,7 @@ KINDS = {
     "full-mamba": (FULL, MAMBA),
     "full-swa-mamba": (FULL, SWA, MAMBA),
 }
-SEEDS = int(os.environ.get("HICACHE_RESIDENCY_SEEDS", "5"))  # per set of components
+SEEDS = int(os.environ.get("HICACHE_RESIDENCY_SEEDS", "7"))  # per set of components
 STEPS = 300
 
 
