@@ -92,9 +92,47 @@ def layer_string(layers: tuple[Component, ...]) -> str:
     return "".join(component.name[0] for component in layers)
 
 
-def reference_spec(config: ReferenceConfig, page_size: int) -> ModelSpec:
-    """Describe the pools the model reads and writes, for pages of `page_size` tokens."""
-    kv_row = (2, config.kv_heads, config.head_dim)
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a sharded axis is a rank's: KV heads of attention, channels of recurrent layers."""
+
+    rank: int = 0
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ConfigError(f"rank {self.rank} is none of {self.size}")
+
+    @property
+    def id(self) -> str:
+        """As it stands in every storage key and object header."""
+        return f"{self.rank}of{self.size}"
+
+    def of(self, width: int) -> slice:
+        """This rank's part of an axis of `width`, which the size divides."""
+        part = width // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+    def check(self, config: ReferenceConfig) -> None:
+        """Raise ConfigError if the model cannot be cut like this."""
+        for what, width in (("KV heads", config.kv_heads), ("channels", config.hidden)):
+            if width % self.size:
+                raise ConfigError(
+                    f"{self.size} ranks do not divide {width} {what}; use a number of ranks that does"
+                )
+
+
+WHOLE = Shard()
+
+
+def reference_spec(config: ReferenceConfig, page_size: int, shard: Shard = WHOLE) -> ModelSpec:
+    """Describe the pools the model reads and writes, for pages of `page_size` tokens, on one rank.
+
+    KV heads and recurrent channels are sharded; the indexer's keys have no heads, every rank has them whole.
+    """
+    shard.check(config)
+    kv_row = (2, config.kv_heads // shard.size, config.head_dim)
+    channels = config.hidden // shard.size
     components = []
     for component in config.kinds:
         layers = config.layers.count(component)
@@ -107,8 +145,8 @@ def reference_spec(config: ReferenceConfig, page_size: int) -> ModelSpec:
             pools = (PoolSpec(SWA_KV, layers, kv_row, "float32", page_size),)
         else:
             pools = (
-                PoolSpec(MAMBA_STATE, layers, (config.hidden, config.state_dim), "float32", 1),
-                PoolSpec(MAMBA_CONV, layers, (config.conv_width - 1, config.hidden), "float32", 1),
+                PoolSpec(MAMBA_STATE, layers, (channels, config.state_dim), "float32", 1),
+                PoolSpec(MAMBA_CONV, layers, (config.conv_width - 1, channels), "float32", 1),
             )
         window = config.window if component is Component.SWA else 0
         components.append(ComponentSpec(component, pools, window=window))

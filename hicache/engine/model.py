@@ -7,19 +7,26 @@ whose length is a function of k alone, with zeros where nothing may be seen. Row
 fixed shape depends on row i of its input only, a masked key weighs exactly 0, and recurrent states
 advance row by row. So a prefix hit, any chunk size and a history written by decode give the same
 bits. What pages hold these rows is the runner's business.
+
+Tensor-parallel ranks keep and attend over their own KV heads and channels only, in products of the whole
+shape with zeros for the others', and put their columns together before each output projection. No sum runs
+over ranks, so the bits are those of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hicache.engine.architecture import ReferenceConfig
+from hicache.engine.architecture import WHOLE, ReferenceConfig, Shard
 from hicache.types import Component
+
+# Puts the columns of all ranks together: (rows, width / ranks) of each to (rows, width), in rank order.
+Gather = Callable[[Tensor], Tensor]
 
 _EPS = 1e-6
 _ROPE_BASE = 10_000.0
@@ -87,6 +94,21 @@ class _Weights:
         return (low + (high - low) * drawn).to(self._device)
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A rank's part of the model, and how it gets the others'."""
+
+    shard: Shard = WHOLE
+    gather: Gather = lambda own: own
+
+    def whole(self, tiles: list[Tensor]) -> list[Tensor]:
+        """Complete (tile, width) tensors of which this rank's columns are right."""
+        if self.shard.size == 1:
+            return tiles
+        own = torch.cat(tiles)[:, self.shard.of(tiles[0].shape[1])].contiguous()
+        return list(torch.split(self.gather(own), len(tiles[0])))
+
+
 class Mlp:
     """SwiGLU behind a norm, added to the residual."""
 
@@ -109,9 +131,13 @@ class AttentionLayer:
     queries is added to the attention scores of every head, so a wrong indexer row shows.
     """
 
-    def __init__(self, config: ReferenceConfig, weights: _Weights, rotations: Tensor, *, window: int) -> None:
+    def __init__(
+        self, config: ReferenceConfig, weights: _Weights, rotations: Tensor, *, window: int, ranks: Ranks
+    ) -> None:
         device = rotations.device
         self._config = config
+        self._ranks = ranks
+        self._heads = ranks.shard.of(config.kv_heads)
         self._window = window
         self._rotations = rotations
         self._norm = torch.ones(config.hidden, device=device)
@@ -131,23 +157,28 @@ class AttentionLayer:
         """Advance `hidden`, one (tile, hidden) tensor per tile of the span, in place."""
         tile, tiles = span.tile, span.tiles
         base = self._buffer_start(tiles.start, tile)
-        buffers = [pool.new_zeros((tiles.stop * tile - base, *pool.shape[1:])) for pool in memory.pools]
+        c, length = self._config, tiles.stop * tile - base
+        shapes = [(2, c.kv_heads, c.head_dim), *(tuple(pool.shape[1:]) for pool in memory.pools[1:])]
+        buffers = [pool.new_zeros((length, *shape)) for pool, shape in zip(memory.pools, shapes, strict=True)]
+        stored = [buffers[0][:, :, self._heads], *buffers[1:]]
         known = span.start - memory.first
         if known:
-            for pool, buffer in zip(memory.pools, buffers, strict=True):
+            for pool, rows in zip(memory.pools, stored, strict=True):
                 at = memory.first - base
-                torch.index_select(pool, 0, memory.rows[:known], out=buffer[at : at + known])
+                rows[at : at + known] = torch.index_select(pool, 0, memory.rows[:known])
+        mixed = []
         for i, k in enumerate(tiles):
             lo, hi = span.rows(k)
             at = k * tile - base
             queries, fresh, index_queries = self._project(hidden[i], k, tile)
-            for rows, buffer in zip(fresh, buffers, strict=True):
-                buffer[at + lo : at + hi] = rows[lo:hi]
+            for made, buffer in zip(fresh, buffers, strict=True):
+                buffer[at + lo : at + hi] = made[lo:hi]
             keys = slice(self._buffer_start(k, tile) - base, at + tile)
-            mixed = self._attend(queries, [buffer[keys] for buffer in buffers], index_queries)
-            hidden[i] = self.mlp.forward(F.linear(mixed, self._out).add_(hidden[i]))
-        for pool, buffer in zip(memory.pools, buffers, strict=True):
-            pool.index_copy_(0, memory.rows[known:], buffer[span.start - base : span.end - base])
+            mixed.append(self._attend(queries, [buffer[keys] for buffer in buffers], index_queries))
+        for pool, kept in zip(memory.pools, stored, strict=True):
+            pool.index_copy_(0, memory.rows[known:], kept[span.start - base : span.end - base])
+        for i, columns in enumerate(self._ranks.whole(mixed)):
+            hidden[i] = self.mlp.forward(F.linear(columns, self._out).add_(hidden[i]))
 
     def _buffer_start(self, k: int, tile: int) -> int:
         """Where the keys of tile k begin: a multiple of the tile at or before what its first row sees."""
@@ -204,9 +235,12 @@ class AttentionLayer:
 class RecurrentLayer:
     """A gated linear recurrence with input-dependent decay behind a short convolution."""
 
-    def __init__(self, config: ReferenceConfig, weights: _Weights, device: torch.device) -> None:
+    def __init__(
+        self, config: ReferenceConfig, weights: _Weights, device: torch.device, *, ranks: Ranks
+    ) -> None:
         d, n = config.hidden, config.state_dim
         self._config = config
+        self._ranks = ranks
         self._norm = torch.ones(d, device=device)
         self._in = weights.matrix(3 * d + 2 * n, d, gain=1.5)
         self._taps = weights.uniform(d, config.conv_width, low=-1.0, high=1.0)
@@ -216,27 +250,31 @@ class RecurrentLayer:
 
     def forward(self, hidden: list[Tensor], span: Span, memory: StateMemory) -> None:
         """Advance `hidden`, one (tile, hidden) tensor per tile of the span, in place."""
-        carry = len(self._taps[0]) - 1
+        c, carry, own = self._config, len(self._taps[0]) - 1, self._ranks.shard.of(self._config.hidden)
+        state = memory.state.new_zeros(c.hidden, c.state_dim)
+        conv = memory.conv.new_zeros(carry, c.hidden)
         if span.start:
-            state, conv = memory.state[memory.slot].clone(), memory.conv[memory.slot].clone()
-        else:
-            state, conv = torch.zeros_like(memory.state[0]), torch.zeros_like(memory.conv[0])
+            state[own], conv[:, own] = memory.state[memory.slot], memory.conv[memory.slot]
         captures = dict(memory.captures)
+        mixed = []
         for i, k in enumerate(span.tiles):
             lo, hi = span.rows(k)
-            inputs, states, hidden[i] = self._tile(hidden[i], (lo, hi), state, conv)
+            inputs, states, columns = self._tile(hidden[i], (lo, hi), state, conv)
+            mixed.append(columns)
             for position in captures.keys() & set(range(k * span.tile + lo + 1, k * span.tile + hi + 1)):
                 row = position - k * span.tile
-                memory.state[captures[position]] = states[row - 1]
-                memory.conv[captures[position]] = inputs[row : row + carry]
+                memory.state[captures[position]] = states[row - 1][own]
+                memory.conv[captures[position]] = inputs[row : row + carry, own]
             state, conv = states[hi - 1], inputs[hi : hi + carry]
-        memory.state[memory.slot] = state
-        memory.conv[memory.slot] = conv
+        memory.state[memory.slot] = state[own]
+        memory.conv[memory.slot] = conv[:, own]
+        for i, columns in enumerate(self._ranks.whole(mixed)):
+            hidden[i] = self.mlp.forward(F.linear(columns, self._out).add_(hidden[i]))
 
     def _tile(
         self, hidden: Tensor, rows: tuple[int, int], state: Tensor, conv: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (conv inputs: carried rows then the tile's, state behind each row, new hidden)."""
+        """Return (conv inputs: carried rows then the tile's, state behind each row, what goes out)."""
         c = self._config
         lo, hi = rows
         d, n, carry = c.hidden, c.state_dim, c.conv_width - 1
@@ -253,14 +291,17 @@ class RecurrentLayer:
         for row in range(lo, hi):
             state = torch.addcmul(write[row], decay[row], state, out=behind[row])
         mixed = (states * y[:, None, 3 * d + n :]).sum(-1).add_(value)
-        mixed = mixed * F.silu(y[:, 2 * d : 3 * d])
-        return inputs, states, self.mlp.forward(F.linear(mixed, self._out).add_(hidden))
+        return inputs, states, mixed * F.silu(y[:, 2 * d : 3 * d])
 
 
 class ReferenceModel:
     """The decoder's weights and arithmetic. Stateless between calls; one thread at a time."""
 
-    def __init__(self, config: ReferenceConfig, *, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self, config: ReferenceConfig, *, device: str | torch.device = "cpu", ranks: Ranks | None = None
+    ) -> None:
+        """`ranks` is this rank's place in a tensor-parallel group; alone without."""
+        ranks = ranks or Ranks()
         self.config = config
         self.device = torch.device(device)
         weights = _Weights(config, self.device)
@@ -269,10 +310,10 @@ class ReferenceModel:
         self.layers: list[AttentionLayer | RecurrentLayer] = []
         for component in config.layers:
             if component is Component.MAMBA:
-                self.layers.append(RecurrentLayer(config, weights, self.device))
+                self.layers.append(RecurrentLayer(config, weights, self.device, ranks=ranks))
             else:
                 window = config.window if component is Component.SWA else 0
-                self.layers.append(AttentionLayer(config, weights, rotations, window=window))
+                self.layers.append(AttentionLayer(config, weights, rotations, window=window, ranks=ranks))
         self._norm = torch.ones(config.hidden, device=self.device)
         self._head = weights.matrix(config.vocab, config.hidden, gain=2.0)
 

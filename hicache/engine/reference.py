@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from hicache.build import TierSizes, build_cache
 from hicache.cache import HiCache
 from hicache.clock import Clock, SystemClock
 from hicache.config.cache import CacheConfig
-from hicache.engine.architecture import ReferenceConfig, reference_spec
-from hicache.engine.model import ReferenceModel
+from hicache.engine.architecture import WHOLE, ReferenceConfig, reference_spec
+from hicache.engine.model import Ranks, ReferenceModel
+from hicache.engine.ranks import GlooRanks
 from hicache.engine.runner import LogitsObserver, TorchRunner
 from hicache.engine.scheduler import FinalToken, Scheduler, Settle
 from hicache.request import Request
@@ -18,6 +21,7 @@ from hicache.storage_backends.base import StorageBackend
 from hicache.tiers.device import DevicePools
 from hicache.tiers.host import HostMemory, HostPools
 from hicache.tiers.layouts import HostLayout
+from hicache.transfer.agreed import AgreedExecutor, agree_at_start
 from hicache.transfer.executor import TransferExecutor
 
 
@@ -39,7 +43,9 @@ class EngineSettings:
 class ReferenceEngine:
     """Owns everything but the storage backend, which its caller opens and closes.
 
-    Used by one thread at a time; `executor` starts the threads that move bytes. close() ends them.
+    Used by one thread at a time; `executor` starts the threads that move bytes. close() ends them. With
+    `ranks` it is one rank of a tensor-parallel replica: it holds its shard of every page, and takes every
+    decision together with the others, in step().
     """
 
     def __init__(
@@ -51,9 +57,13 @@ class ReferenceEngine:
         observer: LogitsObserver | None = None,
         on_token: Callable[[Request, int], None] | None = None,
         on_finish: Callable[[Request], None] | None = None,
+        ranks: GlooRanks | None = None,
     ) -> None:
-        self.settings = settings
-        self.spec = reference_spec(settings.model, settings.page_size)
+        shard = ranks.shard if ranks is not None else WHOLE
+        self.spec = reference_spec(settings.model, settings.page_size, shard)
+        if ranks is not None:
+            settings = _agreed(settings, ranks)
+        self.settings, self.ranks = settings, ranks
         clock = clock or SystemClock()
         self.device_pools = DevicePools(self.spec, settings.sizes.device, settings.device)
         self.host_pools = (
@@ -62,12 +72,22 @@ class ReferenceEngine:
             else None
         )
         self.executor = TransferExecutor(
-            self.spec, self.device_pools, self.host_pools, storage=storage, clock=clock
+            self.spec, self.device_pools, self.host_pools, storage=storage, shard=shard.id, clock=clock
         )
-        self.cache: HiCache = build_cache(self.spec, settings.sizes, settings.cache, self.executor, clock)
-        self.model = ReferenceModel(settings.model, device=settings.device)
+        self.agreed = AgreedExecutor(self.executor, ranks, clock) if ranks is not None else None
+        executor, clock = (self.executor, clock) if self.agreed is None else (self.agreed, self.agreed.clock)
+        self.cache: HiCache = build_cache(self.spec, settings.sizes, settings.cache, executor, clock)
+        self.model = ReferenceModel(
+            settings.model,
+            device=settings.device,
+            ranks=Ranks(shard, ranks.columns) if ranks is not None else None,
+        )
         self.runner = TorchRunner(
-            self.model, self.device_pools, page_size=settings.page_size, observer=observer
+            self.model,
+            self.device_pools,
+            page_size=settings.page_size,
+            observer=observer,
+            any_rank=ranks.any if ranks is not None else None,
         )
         self.scheduler = Scheduler(
             self.cache,
@@ -81,5 +101,21 @@ class ReferenceEngine:
         )
 
     def close(self) -> None:
-        """Stop the executor's threads. The storage backend stays open."""
+        """Stop the executor's threads, and leave the other ranks. The storage backend stays open."""
         self.cache.close()
+
+
+def _agreed(settings: EngineSettings, ranks: GlooRanks) -> EngineSettings:
+    """Refuse settings that differ between ranks; take the smallest pools of all. Raises ConfigError."""
+    facts = {
+        "model": settings.model.model_id,
+        "seed": settings.model.seed,
+        "context_length": settings.model.context_length,
+        "page_size": settings.page_size,
+        "max_running_requests": settings.max_running_requests,
+        "final_token": settings.final_token.value,
+        "settle": settings.settle.value,
+        **msgspec.to_builtins(settings.cache),
+    }
+    device, host = agree_at_start(ranks, [settings.sizes.device, settings.sizes.host], facts)
+    return replace(settings, sizes=TierSizes(device, host))

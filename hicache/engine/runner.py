@@ -14,8 +14,9 @@ from torch import Tensor
 
 from hicache.engine.architecture import FULL_INDEX, FULL_KV, MAMBA_CONV, MAMBA_STATE, SWA_KV
 from hicache.engine.model import AttentionLayer, ReferenceModel, Span, StateMemory, TokenMemory
-from hicache.errors import InvariantViolation
+from hicache.errors import InvariantViolation, LoadFailed
 from hicache.request import Request
+from hicache.transfer.base import LoadTicket
 from hicache.types import NO_SLOT, Component, Slots
 
 # Called with the logits (vocab,) each sampled token came from, before it is returned.
@@ -41,11 +42,14 @@ class TorchRunner:
         *,
         page_size: int,
         observer: LogitsObserver | None = None,
+        any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
+        """`any_rank` tells whether a flag is set on any rank of a tensor-parallel model; None: one rank."""
         torch.set_num_threads(1)
         self._model = model
         self._page_size = page_size
         self._observer = observer
+        self._any_rank = any_rank
         self._layers = list(zip(model.config.layers, model.layers, strict=True))
         self._memory = _layer_memory(model.config.layers, pools)
 
@@ -84,9 +88,10 @@ class TorchRunner:
                     f"{request.rid}: capture at {position} into {slot} outside of {span}"
                 )
         rows: dict[Component, tuple[int, Tensor]] = {}
+        failed: LoadFailed | None = None
         for number, (component, layer) in enumerate(self._layers):
-            if request.load is not None:
-                request.load.wait_layer(number)
+            if request.load is not None and failed is None:
+                failed = self._wait_layer(request.load, number)
             pools = self._memory[number]
             if isinstance(layer, AttentionLayer):
                 if component not in rows:
@@ -98,7 +103,22 @@ class TorchRunner:
                 if request.state == NO_SLOT:
                     raise InvariantViolation(f"{request.rid}: no private MAMBA state")
                 layer.forward(hidden, span, StateMemory(pools[0], pools[1], request.state, captures))
+        if request.load is not None and self._any_rank is not None and self._any_rank(failed is not None):
+            raise failed or LoadFailed("the load failed on another rank of this replica")
         return hidden
+
+    def _wait_layer(self, load: LoadTicket, layer: int) -> LoadFailed | None:
+        """Wait for a layer's pages. One of several ranks goes on with whatever they hold if the load failed.
+
+        The others are in the same step and wait for its columns; all learn of it behind the last layer.
+        """
+        try:
+            load.wait_layer(layer)
+        except LoadFailed as error:
+            if self._any_rank is None:
+                raise
+            return error
+        return None
 
     def _rows(self, request: Request, component: Component, first: int, end: int) -> Tensor:
         """Rows of positions [first, end) in the component's flattened pools."""

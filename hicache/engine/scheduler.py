@@ -168,7 +168,9 @@ class Scheduler:
         while not self.idle:
             if self.step():
                 stalled_since = self.cache.clock.now()
-            elif not self.wait(1.0) and self.cache.clock.now() - stalled_since > stall_s:
+                continue
+            self.wait(1.0)
+            if self.cache.clock.now() - stalled_since > stall_s:
                 raise TimeoutError(f"{len(self._waiting)} queued, {len(self._running)} running, no progress")
 
     def _admit(self) -> bool:

@@ -78,6 +78,7 @@ class LedgerExecutor(Executor):
         self.content: dict[tuple[Tier, Component, int], Identity] = {}
         self.storage: dict[ObjectRef, Identity] | None = {} if storage else None
         self.failed_loads: set[JobId] = set()
+        self.spoiled = 0  # transfers that failed, and objects that were not there whole when read
         self._jobs: dict[JobId, _Job] = {}
         self._ended: list[Done] = []
         self._epoch = 1
@@ -171,6 +172,7 @@ class LedgerExecutor(Executor):
         copy = kind in (JobKind.WRITE, JobKind.LOAD)
         if failed is None:
             failed = self._rng.random() < (self._faults.copy_fails if copy else self._faults.store_fails)
+        self.spoiled += failed
         if copy:
             if not failed:
                 self._finish_copy(entry, kind)
@@ -225,6 +227,7 @@ class LedgerExecutor(Executor):
             del storage[ref]
             found = None
         self.content[Tier.HOST, ref.component, slot] = POISON if found is None else found
+        self.spoiled += found is None
         entry.arrived += 1
 
     def _flags(self, entry: _Job) -> bytes:

@@ -15,13 +15,16 @@ from hicache.build import TierSizes, build_cache
 from hicache.cache import HiCache
 from hicache.clock import ManualClock
 from hicache.config.cache import CacheConfig, StateCheckpoints
-from hicache.engine.scheduler import FinalToken, Scheduler
+from hicache.engine.scheduler import FinalToken, Runner, Scheduler
 from hicache.errors import InvariantViolation
 from hicache.keys import page_hashes
 from hicache.request import Request
 from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
 from hicache.testing.families import random_spec
 from hicache.testing.ledger import Faults, Identity, LedgerExecutor, LedgerRunner, identity, make_request
+from hicache.testing.ranks import RankedRunner
+from hicache.transfer.agreed import AgreedExecutor
+from hicache.transfer.agreement import Collective
 from hicache.transfer.base import ObjectRef
 from hicache.types import Component, PrefetchPolicy, Tier, WritePolicy
 
@@ -56,7 +59,8 @@ class World:
     """One cache, its scheduler and everything random about them."""
 
     seed: int
-    rng: random.Random
+    rng: random.Random  # of the actions
+    own: random.Random  # of what happens to this rank alone; the same one where there is one rank
     clock: ManualClock
     cache: HiCache
     executor: LedgerExecutor
@@ -81,8 +85,12 @@ class World:
             raise InvariantViolation(f"{request.rid}: {tiers} tokens of a prompt of {request.prompt_length}")
 
 
-def make_world(seed: int) -> World:
-    """Draw a world: components, sizes, policies, faults."""
+def make_world(seed: int, collective: Collective | None = None) -> World:
+    """Draw a world: components, sizes, policies, faults.
+
+    With a collective it is one rank's world: all ranks draw the same one and the same actions, but their
+    transfers end, fail and lose objects each in its own way, and their clocks differ.
+    """
     rng = random.Random(seed)
     kinds = rng.choice(SETS)
     page = rng.choice([1, 2, 4])
@@ -114,11 +122,20 @@ def make_world(seed: int) -> World:
         store_host_share=rng.choice([0.1, 0.25, 0.5]),
     )
     clock, faults = ManualClock(), rng.choice(FAULTS)
-    executor = LedgerExecutor(clock, rng, storage=tiers == "l1+l2+l3", faults=faults)
-    world = World(seed, rng, clock, build_cache(spec, sizes, config, executor, clock), executor, faults)
+    own = rng if collective is None else random.Random(f"{seed}/{collective.rank}")
+    executor = LedgerExecutor(clock, own, storage=tiers == "l1+l2+l3", faults=faults)
+    runner: Runner = LedgerRunner(spec, executor, clock, vocabulary=3)
+    if collective is None:
+        cache = build_cache(spec, sizes, config, executor, clock)
+    else:
+        clock.advance(collective.rank * 17.0)
+        agreed = AgreedExecutor(executor, collective, clock, longest_wait_s=0.1)
+        cache = build_cache(spec, sizes, config, agreed, agreed.clock)
+        runner = RankedRunner(runner, collective)
+    world = World(seed, rng, own, clock, cache, executor, faults)
     world.scheduler = Scheduler(
         world.cache,
-        LedgerRunner(spec, executor, clock, vocabulary=3),
+        runner,
         max_running_requests=rng.choice([1, 3, 6]),
         final_token=rng.choice(list(FinalToken)),
         on_finish=world.end,
@@ -182,7 +199,7 @@ def _abort(world: World) -> None:
 
 def _trouble_storage(world: World) -> None:
     """Storage loses objects, restarts empty, is detached, or is attached again."""
-    rng, executor = world.rng, world.executor
+    rng, executor = world.own, world.executor
     trouble = rng.choice(["lose", "lose", "restart", "detach", "attach", "attach"])
     if trouble == "attach" and world.detached is not None:
         executor.attach(world.detached)
@@ -203,7 +220,7 @@ def _trouble_storage(world: World) -> None:
 
 def check_waits(world: World) -> None:
     """Nobody is held back for longer than the policy's bound (law 9)."""
-    config, now = world.cache.config, world.clock.now()
+    config, now = world.cache.config, world.cache.clock.now()
     bound = {
         PrefetchPolicy.BEST_EFFORT: 0.0,
         PrefetchPolicy.TIMEOUT: TIMEOUT_MAX,
@@ -278,6 +295,11 @@ def run(world: World, steps: int) -> None:
         world.cache.check_integrity()
         if world.rng.random() < 0.2:
             check_waits(world)
+    come_to_rest(world)
+
+
+def come_to_rest(world: World) -> None:
+    """Let everything end, and check that nothing is left."""
     world.scheduler.run_until_idle(stall_s=1e3)
     if not world.cache.settle(1e3):
         raise InvariantViolation("transfers did not end")

@@ -62,12 +62,14 @@ class Done:
     `flags` has one byte per entry of the job: 1 = present (PROBE), whole and verified (FETCH),
     stored or already there (STORE). WRITE and LOAD have no flags. `failed` says that the store itself
     failed, so flags are no evidence of absence; of a WRITE or LOAD, that its targets hold nothing.
+    `seconds` is how long the work itself took, without what it waited for; 0 if it was not measured.
     """
 
     job: JobId
     kind: JobKind
     flags: bytes = b""
     failed: bool = False
+    seconds: float = 0.0
 
 
 class LoadTicket(Protocol):
