@@ -23,7 +23,8 @@ MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
         proto-check clean venv dev sglang-venv
 
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@bold= plain=; if [ -t 1 ]; then bold=$$'\033[1m' plain=$$'\033[0m'; fi; awk -F ':.*## ' -v b="$$bold" -v p="$$plain" \
+	    '/^[a-z-]+:.*## / { printf "  %s%-14s%s %s\n", b, $$1, p, $$2 }' $(MAKEFILE_LIST)
 
 # --- what people run ---------------------------------------------------------------------------------------------
 

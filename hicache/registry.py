@@ -103,9 +103,14 @@ def _load(name: str, source: _Source) -> tuple[Any, type[msgspec.Struct]]:
     return backend, options_type
 
 
+def how_to_install(extra: str) -> str:
+    """Return what to do about a missing extra; HiCache is on no package index."""
+    return f"in the folder of HiCache: pip install -e '.[{extra}]'"
+
+
 def _not_installed(name: str, source: _Source, error: ImportError) -> ConfigError:
     if source.extra:
-        remedy = f"pip install 'hicache-tiered[{source.extra}]'"
+        remedy = how_to_install(source.extra)
     else:
         remedy = f"reinstall {source.distribution or 'hicache-tiered'}"
     return ConfigError(f"storage backend {name!r} needs something that is not installed ({error}); {remedy}")

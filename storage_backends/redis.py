@@ -103,7 +103,7 @@ class RedisBackend(StorageBackend):
     def from_options(cls, options: Options) -> RedisBackend:
         """Open the backend; while the server cannot be reached, calls raise.
 
-        Raises ConfigError for a wrong option, a missing client library, and a server that runs as a cluster.
+        Raises ConfigError for wrong options and for a cluster, ImportError without redis-py.
         """
         options.validate()
         backend = cls(options, _client(options))
@@ -301,12 +301,10 @@ class RedisBackend(StorageBackend):
 
 
 def _client(options: Options) -> redis.Redis:
-    try:
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-    except ImportError as error:
-        raise ConfigError("redis: client library missing; pip install 'hicache-tiered[redis]'") from error
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
     try:
         # One retry replaces a pooled connection that a restarted server has closed. A time-out is not
         # retried: nobody waits for the second answer, and it would hold the thread as long again.

@@ -22,6 +22,7 @@ CACHED_FIELDS = ("cached_tokens", "cached", "cached_prompt_tokens")
 PROMPT_FIELDS = ("prompt_tokens", "prompt", "input_tokens", "input_length", "prompt_len")
 
 MAX_ERRORS_SHOWN = 5
+_COUNTED = {"round": "requests", "interval": "samples"}  # by what a row is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,13 @@ class HitRateRow:
         """Fraction of prompt tokens; None where there were none."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
-    def as_json(self) -> dict[str, JSON]:
+    def as_json(self, unit: str) -> dict[str, JSON]:
         return {
-            "round": self.round,
+            unit: self.round,
             "hit_rate": self.hit_rate,
             "cached_tokens": self.cached_tokens,
             "prompt_tokens": self.prompt_tokens,
-            "requests": self.requests,
+            _COUNTED[unit]: self.requests,
         }
 
 
@@ -64,10 +65,11 @@ class HitRate:
     rounds: tuple[HitRateRow, ...]
     overall: HitRateRow
 
-    def as_json(self) -> dict[str, JSON]:
+    def as_json(self, unit: str = "round") -> dict[str, JSON]:
+        """`unit` is what a row is of: a round has requests, an interval of a server's counters samples."""
         return {
-            "rounds": [row.as_json() for row in self.rounds],
-            "overall": self.overall.as_json(),
+            f"{unit}s": [row.as_json(unit) for row in self.rounds],
+            "overall": self.overall.as_json(unit),
         }
 
 

@@ -99,8 +99,9 @@ def overlap_command(
         repeats=repeats,
         seed=seed,
     )
-    if any(not 0 < ratio < float("inf") for ratio in ratios):
-        raise ConfigError(f"--ratio {ratios}: every ratio must be above 0")
+    for ratio in ratios:
+        if not 0 < ratio < float("inf"):
+            raise ConfigError(f"--ratio {ratio:g} must be above 0")
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("overlap", total=repeats)
         scenarios = measure(settings, ratios, progress=lambda: progress.advance(task))
@@ -124,7 +125,8 @@ def _table(settings: OverlapSettings, scenarios: Sequence[Scenario]) -> Table:
         title_justify="left",
         header_style="bold",
         caption="load/compute: asked, and reached. then: load, then compute. layered: layer N+1 copied while "
-        "layer N computes. hidden: share of (N-1)/N of the shorter of load and compute. bound: the same if "
+        "layer N computes. hidden: share of (N-1)/N of the shorter of load and compute, or "
+        "how little that is where no share of it can be told from noise. bound: the same if "
         "both took what they take alone. beside: compute that needs no load, while one runs.",
         caption_justify="left",
     )
@@ -142,11 +144,11 @@ def _table(settings: OverlapSettings, scenarios: Sequence[Scenario]) -> Table:
         table.add_row(
             f"memory speed: {reached}" if ratio is None else f"{ratio:g}: {reached}",
             *(f"{1e3 * value:.1f}" for value in times),
-            *(_percent(share) for share in (scenario.hidden_share, scenario.bound_share)),
+            *(_percent(share, scenario) for share in (scenario.hidden_share, scenario.bound_share)),
             f"{1e3 * scenario.beside_load.best:.1f}",
         )
     return table
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.0f} %"
+def _percent(share: float | None, scenario: Scenario) -> str:
+    return f"{scenario.hideable_s * 1e3:.2f} ms: noise" if share is None else f"{100 * share:.0f} %"

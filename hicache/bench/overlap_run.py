@@ -227,6 +227,16 @@ class Scenario:
         return self.hidden_s / self.hideable_s if self.hideable_s >= _TELLING_S else None
 
     @property
+    def no_share_because(self) -> str | None:
+        """Why there is no share; None where there is one."""
+        if self.hideable_s >= _TELLING_S:
+            return None
+        return (
+            f"{1e3 * self.hideable_s:.2f} ms could be hidden; under {1e3 * _TELLING_S:g} ms a share "
+            "cannot be told from noise"
+        )
+
+    @property
     def bound_share(self) -> float | None:
         """What could be hidden if copies and compute side by side took what they take alone."""
         if self.hideable_s < _TELLING_S:
@@ -248,6 +258,7 @@ class Scenario:
             "hidden_s": self.hidden_s,
             "hidden_share": self.hidden_share,
             "bound_share": self.bound_share,
+            "no_share_because": self.no_share_because,
         }
 
 

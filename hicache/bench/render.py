@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from hicache.bench.hit_rate import HitRate, HitRateRow
 from hicache.bench.report import RunReport
 
 
-def runs_table(title: str, runs: Sequence[RunReport]) -> Table:
+def runs_table(title: str, runs: Sequence[RunReport]) -> RenderableType:
     """One row per round, three columns per run; the last row is the whole run."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(header_style="bold")
     table.add_column("round", justify="right")
     table.add_column("ceiling", justify="right", style="dim")
     for run in runs:
@@ -40,12 +41,12 @@ def runs_table(title: str, runs: Sequence[RunReport]) -> Table:
     for run in runs:
         cells += [percent(run.hit_rate), "", f"{run.effective_input_tokens_per_s:,.0f}\ntok/s"]
     table.add_row(*cells, style="bold")
-    return table
+    return under(title, table)
 
 
-def hit_rate_table(title: str, measured: HitRate, *, unit: str = "round") -> Table:
+def hit_rate_table(title: str, measured: HitRate, *, unit: str = "round") -> RenderableType:
     """One row per round (or interval) and one for everything."""
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(header_style="bold")
     for name in (
         unit,
         "requests" if unit == "round" else "samples",
@@ -58,7 +59,12 @@ def hit_rate_table(title: str, measured: HitRate, *, unit: str = "round") -> Tab
         table.add_row(*_hit_rate_cells(str(row.round), row))
     table.add_section()
     table.add_row(*_hit_rate_cells("all", measured.overall), style="bold")
-    return table
+    return under(title, table)
+
+
+def under(title: str, table: Table) -> RenderableType:
+    """Put a table under its title, which may be wider than the table is."""
+    return Group(Text(title, style="italic"), table)
 
 
 def _hit_rate_cells(label: str, row: HitRateRow) -> list[str]:

@@ -91,6 +91,8 @@ class SimulatedSystem:
             raise ConfigError(
                 f"--hicache-ratio {self.hicache_ratio} must be above 1: L2 holds L1's pages too"
             )
+        if SWA in self.components and self.sliding_window < 1:
+            raise ConfigError(f"--sliding-window {self.sliding_window} must be at least 1")
         for name in _RATES:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be above 0")

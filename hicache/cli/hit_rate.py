@@ -51,7 +51,7 @@ def hit_rate(
     if json_path is None or str(json_path) != "-":
         render.console().print(render.hit_rate_table(title, measured, unit=unit))
     if json_path is not None:
-        text = json.dumps(measured.as_json(), indent=1) + "\n"
+        text = json.dumps(measured.as_json(unit), indent=1) + "\n"
         with click.open_file(str(json_path), "w") as out:
             out.write(text)
 

@@ -72,7 +72,7 @@ def cli(log_level: str) -> None:
 def main() -> None:
     """Run the command line; a refused setting is one line on stderr and exit code 2."""
     try:
-        cli()
+        cli(prog_name="hicache")
     except HiCacheError as error:
         click.echo(f"hicache: {error}", err=True)
         sys.exit(2)
@@ -80,5 +80,7 @@ def main() -> None:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        click.echo(f"hicache: {error.name} is missing; pip install 'hicache-tiered[{extra}]'", err=True)
+        from hicache.registry import how_to_install
+
+        click.echo(f"hicache: {error.name} is missing; {how_to_install(extra)}", err=True)
         sys.exit(2)

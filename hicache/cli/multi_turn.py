@@ -19,6 +19,7 @@ from hicache.bench.workloads import WORKLOADS, Pacing, ReadyQueue, Workload
 from hicache.config.sizes import ByteSize
 from hicache.engine.scheduler import FinalToken
 from hicache.errors import ConfigError
+from hicache.registry import how_to_install
 from hicache.types import Component
 
 CUSTOM = "custom"
@@ -292,7 +293,7 @@ def _run_http(plan: _Plan, label: str | None) -> list[RunReport]:
     try:
         from hicache.bench.http import HttpOptions, run_http
     except ImportError as error:
-        raise ConfigError(f"--url needs {error.name}: pip install 'hicache-tiered[bench]'") from error
+        raise ConfigError(f"--url needs {error.name}; {how_to_install('bench')}") from error
     assert plan.url is not None
     with Progress(console=render.console(stderr=True), transient=True) as progress:
         task = progress.add_task(plan.url, total=plan.workload.num_requests)
@@ -305,7 +306,7 @@ def _plotting() -> Callable[..., None]:
     try:
         from hicache.bench.plot import plot_runs
     except ImportError as error:
-        raise ConfigError(f"--plot needs {error.name}: pip install 'hicache-tiered[bench]'") from error
+        raise ConfigError(f"--plot needs {error.name}; {how_to_install('bench')}") from error
     return plot_runs
 
 

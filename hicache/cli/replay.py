@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import click
+from rich.console import RenderableType
 from rich.progress import Progress
 from rich.table import Table
 
@@ -70,9 +71,9 @@ def replay(
             out.write(json.dumps(report.as_json(), indent=1) + "\n")
 
 
-def _table(path: Path, report: ReplayReport) -> Table:
+def _table(path: Path, report: ReplayReport) -> RenderableType:
     title = f"{path}: {report.requests:,} requests, {report.input_tokens:,} input tokens"
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(header_style="bold")
     table.add_column("found in")
     table.add_column("tokens", justify="right")
     table.add_column("of input", justify="right")
@@ -83,4 +84,4 @@ def _table(path: Path, report: ReplayReport) -> Table:
     table.add_section()
     table.add_row("hit rate", f"{sum(tiers.values()):,}", f"{100 * report.hit_rate:.2f} %", style="bold")
     table.add_row("ceiling", f"{report.ceiling_tokens:,}", f"{100 * report.ceiling:.2f} %")
-    return table
+    return render.under(title, table)

@@ -42,13 +42,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         for name in ("prefetch_threshold", "chunked_prefill_size", "mamba_track_interval", "store_attempts"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+                raise ConfigError(f"{_named(name)} {getattr(self, name)} must be at least 1")
         for name in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token", "prefetch_timeout_max"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} must be a number of seconds, 0 or more")
+                raise ConfigError(f"{name} {getattr(self, name):g} must be a number of seconds, 0 or more")
         for name in ("prefetch_host_share", "store_host_share", "clean_reserve_share"):
             if not 0 < getattr(self, name) <= 0.5:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most 0.5")
+                raise ConfigError(f"{name} {getattr(self, name):g} must be above 0 and at most 0.5")
 
     def check_page_size(self, page_size: int) -> None:
         """Refuse a page size that the chunk and the track interval are not multiples of."""
@@ -61,3 +61,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     f"--page-size {page_size} does not divide {flag} {value}; "
                     f"use a multiple such as {max(1, round(value / page_size)) * page_size}"
                 )
+
+
+def _named(name: str) -> str:
+    """Return a setting as it is typed: two of them are flags of every program that has a cache."""
+    flags = ("chunked_prefill_size", "mamba_track_interval")
+    return f"--{name.replace('_', '-')}" if name in flags else name

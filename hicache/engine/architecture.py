@@ -45,17 +45,25 @@ class ReferenceConfig:
 
     def __post_init__(self) -> None:
         if Component.FULL not in self.layers:
-            raise ConfigError("the reference model needs at least one FULL layer")
+            raise ConfigError(
+                f"--layers {layer_string(self.layers)}: the model needs at least one FULL layer, F"
+            )
         if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} heads are not a multiple of {self.kv_heads} KV heads")
         if self.head_dim % 2:
             raise ConfigError(f"head dim {self.head_dim} must be even: rotary positions turn pairs")
         if self.vocab < 256:
-            raise ConfigError(f"vocabulary {self.vocab} must be at least 256: the tokenizer speaks in bytes")
-        sizes = (
-            self.hidden, self.heads, self.kv_heads, self.index_dim, self.mlp, self.window, self.state_dim,
-            self.context_length, self.tile,
-        )  # fmt: skip
+            raise ConfigError(
+                f"--vocab-size {self.vocab} must be at least 256: the tokenizer speaks in bytes"
+            )
+        for flag, value in (
+            ("--hidden-size", self.hidden),
+            ("--sliding-window", self.window),
+            ("--context-length", self.context_length),
+        ):
+            if value < 1:
+                raise ConfigError(f"{flag} {value} must be at least 1")
+        sizes = (self.heads, self.kv_heads, self.index_dim, self.mlp, self.state_dim, self.tile)
         if min(sizes) < 1 or self.conv_width < 2:
             raise ConfigError(f"sizes of the reference model must be positive, conv width at least 2: {self}")
 
@@ -83,7 +91,7 @@ def parse_layers(text: str) -> tuple[Component, ...]:
     """Read layers as one letter each, F, S or M, in model order: "SMFS"."""
     wrong = sorted(set(text.upper()) - set(_LETTERS))
     if wrong or not text:
-        raise ConfigError(f"layers {text!r}: use one letter per layer, F (full), S (swa) or M (mamba)")
+        raise ConfigError(f"--layers {text!r}: use one letter per layer, F (full), S (swa) or M (mamba)")
     return tuple(_LETTERS[letter] for letter in text.upper())
 
 

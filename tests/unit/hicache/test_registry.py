@@ -126,7 +126,7 @@ def test_a_missing_client_library_names_the_extra(monkeypatch: pytest.MonkeyPatc
     """A stack trace would stand where `pip install` should."""
     monkeypatch.setitem(sys.modules, "redis", None)
     monkeypatch.setitem(sys.modules, "hicache.storage_backends.redis", None)
-    with pytest.raises(ConfigError, match=r"pip install 'hicache-tiered\[redis\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[redis\]'"):
         create_backend("redis", {})
 
 

@@ -53,7 +53,8 @@ def test_identity_follows_weights_and_shape_but_not_the_context() -> None:
         ({"heads": 3}, "not a multiple"),
         ({"head_dim": 15}, "even"),
         ({"vocab": 100}, "at least 256"),
-        ({"window": 0}, "positive"),
+        ({"window": 0}, "--sliding-window 0 must be at least 1"),
+        ({"state_dim": 0}, "positive"),
     ],
 )
 def test_a_shape_that_cannot_work_is_refused(change: dict[str, object], message: str) -> None:
