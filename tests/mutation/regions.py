@@ -1,0 +1,212 @@
+"""The code that mutation tests change, by qualified name, and the tests that must notice.
+
+Chosen for what a mistake costs there: wrong bytes, lost pages, two owners of one slot. Each region names
+its quickest tests first; only tests that run in one process can see a mutant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_TREE = (
+    "tests/unit/hicache/tree",
+    "tests/failures/test_windows.py",
+    "tests/failures/test_in_flight.py",
+    "tests/stateful/test_tree_histories.py",
+    "tests/failures",
+)
+_CACHE = (
+    "tests/failures/test_short_reads.py",
+    "tests/failures/test_write_policies.py",
+    "tests/failures",
+    "tests/unit/hicache/cache",
+    "tests/stateful/test_cache_histories.py",
+)
+_DAEMON = (
+    "tests/unit/hicache/daemon",
+    "tests/unit/storage_backends/test_arena.py",
+    "tests/service/test_daemon.py",
+    "tests/service/test_daemon_shm.py",
+)
+_COPIES = (
+    "tests/unit/hicache/transfer/test_copies.py",
+    "tests/unit/hicache/transfer/test_load.py",
+    "tests/unit/hicache/tiers",
+    "tests/unit/hicache/transfer",
+    "tests/unit/hicache/engine/test_runner.py",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Functions that belong together. `Class.*` stands for all methods of a class."""
+
+    name: str
+    functions: dict[str, tuple[str, ...]]  # by module, as imported
+    tests: tuple[str, ...]  # what pytest is given
+
+
+REGIONS = (
+    Region(
+        "layer gates",
+        {
+            "hicache.transfer.load": ("Load.*",),
+            "hicache.transfer.copy_engine": ("layer_schedule", "gather_pages", "CpuCopyEngine.*", "_move_rows"),
+        },
+        _COPIES,
+    ),
+    Region(
+        "slot allocators",
+        {
+            "hicache.tiers.slots": ("SlotAllocator.*",),
+            "hicache.tiers.layouts": ("PageGeometry.*", "slot_index"),
+            "hicache.transfer.staging": ("StagingPool.*",),
+        },
+        _COPIES,
+    ),
+    Region(
+        "pages of the pools",
+        {"hicache.cache.pools": ("PagePools.*",)},
+        _CACHE,
+    ),
+    Region(
+        "part tables and checksums",
+        {
+            "hicache.objects": (
+                *("ObjectCodec.size", "ObjectCodec.payload_views", "ObjectCodec.seal", "ObjectCodec.verify"),
+                *("ObjectCodec._diagnose", "ObjectCodec._layout", "ObjectCodec._make_layout"),
+                *("read_header", "_assemble", "_aligned"),
+            )
+        },
+        ("tests/unit/hicache/test_objects.py", "tests/unit/hicache/transfer"),
+    ),
+    Region(
+        "reads that are verified, writes in order",
+        {
+            "hicache.transfer.storage_io": (
+                *("StorageLink.probe", "StorageLink.fetch", "StorageLink.store", "StorageLink._fetch_batch"),
+                *("StorageLink._store_batch", "StorageLink._fill", "StorageLink._batches", "StorageLink._retire"),
+            )
+        },
+        (
+            "tests/unit/hicache/transfer/test_storage_jobs.py",
+            "tests/unit/hicache/transfer/test_storage_trouble.py",
+            "tests/unit/hicache/transfer",
+        ),
+    ),
+    Region(
+        "reuse boundary",
+        {
+            "hicache.boundary": ("deepest", "acceptable", "_has_window", "_last_window"),
+            "hicache.tree.reading": (
+                *("common_bytes", "match", "_walk", "_deepest", "path_to", "slots", "_host_slots"),
+                *("_window_slots", "_first_reaching", "presence", "page_hashes"),
+            ),
+        },
+        _TREE,
+    ),
+    Region(
+        "window arithmetic",
+        {
+            "hicache.tree.window": (
+                *("presence", "Window.extend_absent", "Window.extend_device", "Window.put", "Window.slot"),
+                *("Window.has", "Window.has_in", "Window.take", "Window.cut", "Window.prune"),
+                *("Window.overlapping", "Window.cover", "Window.isolate", "Window._starting_before"),
+                *("Window._split_run", "Window.split_into", "Window.absorb", "_drop_empty"),
+            )
+        },
+        _TREE,
+    ),
+    Region(
+        "split and join of nodes",
+        {
+            "hicache.tree.node": (
+                *("TreeLease.first", "Node.extend", "Node.state", "Node.add_state", "Node.mark"),
+                *("Node.tail_stats", "Node.hits", "Node.first_colder", "Node.run_start", "Node.cut_marks"),
+                *("Node.report", "Node.split_into", "Node.absorb"),
+            ),
+            "hicache.tree.forest": (
+                *("Forest.register", "Forest.unregister", "Forest._pin", "Forest._unpin", "Forest.split"),
+                *("Forest.join_idle", "Forest._bury", "Forest.lost_device", "Forest.remove"),
+                *("Forest.take_windows", "Forest.take_state", "Forest.drop_idle_roots"),
+            ),
+        },
+        _TREE,
+    ),
+    Region(
+        "leases",
+        {
+            "hicache.tree.leases": (
+                *("lock", "_set_ranges", "release", "move", "touch", "touch_window", "evictable", "_reached"),
+                *("_protected_device", "reclaimable", "_protected_host_only", "_protected_swa"),
+                "_protected_states",
+            )
+        },
+        _TREE,
+    ),
+    Region(
+        "adopting pages into the tree",
+        {
+            "hicache.tree.growing": (
+                *("insert", "_extend_path", "_join_device", "_adopt_swa", "_grow_device", "_add_runs"),
+                *("_adopt_states", "insert_host", "_lay_host", "_join_host", "_grow_host"),
+            )
+        },
+        _TREE,
+    ),
+    Region(
+        "publication of writes",
+        {
+            "hicache.tree.writing": (
+                *("plan_write", "_plan_full", "_plan_swa", "_plan_states", "_add_hashes", "begin_write"),
+                *("end_write", "_end_pages", "_publish", "_end_state", "forget_stored"),
+            ),
+            "hicache.cache.writing": (
+                *("WriteDown.committed", "WriteDown.catch_up", "WriteDown.keep_reserve"),
+                *("WriteDown.follow_storage", "WriteDown._write_to_host", "WriteDown._host_slots"),
+                *("WriteDown._host_written", "WriteDown._store", "WriteDown._stored"),
+            ),
+        },
+        (*_CACHE[:3], "tests/stateful/test_tree_histories.py", *_CACHE[3:]),
+    ),
+    Region(
+        "publication of reads",
+        {
+            "hicache.cache.prefetch": (
+                *("_Prefetch.split", "_Prefetch.refs", "Prefetcher.start", "Prefetcher.ready"),
+                *("Prefetcher.ended", "Prefetcher.release_leases", "Prefetcher._probed", "Prefetcher._fetched"),
+                *("Prefetcher._missing", "Prefetcher._plan", "Prefetcher._deepest", "Prefetcher._publish"),
+                *("Prefetcher._reserved", "_run"),
+            )
+        },
+        _CACHE,
+    ),
+    Region(
+        "page tables of requests",
+        {
+            "hicache.cache.tables": ("PageTables.*", "clear_tables"),
+            "hicache.cache.cache": (
+                *("HiCache._admit_up_to", "HiCache._start_load", "HiCache._loaded", "HiCache._account"),
+                *("HiCache.abort", "HiCache.restart", "HiCache._end", "HiCache._release"),
+            ),
+        },
+        _CACHE,
+    ),
+    Region(
+        "the daemon's two-phase commit",
+        {
+            "hicache.daemon.writes": ("Upload.*", "Writes.*"),
+            "hicache.daemon.extents": (
+                *("ExtentMap.extend", "ExtentMap.take", "ExtentMap.give", "ExtentMap._join_free"),
+                *("ExtentMap._add_free", "ExtentMap._remove_free", "rounded"),
+            ),
+            "hicache.daemon.arena_store": (
+                *("ArenaStore._allocate", "ArenaStore._let_go", "ArenaStore._free", "ArenaStore._clear_around"),
+                *("ArenaStore._clearable", "ArenaStore._evict_coldest", "ArenaStore.locate"),
+                *("ArenaStore.holding", "ArenaStore.unpin", "ArenaStore.withdraw", "ArenaStore.read"),
+                "extent_of",
+            ),
+        },
+        _DAEMON,
+    ),
+)
