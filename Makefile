@@ -4,6 +4,10 @@ PYTHON ?= python3
 VENV   ?= .venv
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+OPS  ?= 1000000
+SEED ?= 0
+# Options of tests/mutation/run.py, such as --share 1 or --region leases.
+MUTANTS ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -19,7 +23,7 @@ INPUTS := pyproject.toml constraints.txt $(VENV)/.made
 # One wheel of Mooncake per kind of machine, one API.
 MOONCAKE ?= $(if $(shell command -v nvidia-smi),mooncake,mooncake-cpu)
 
-.PHONY: help demo test test-thorough test-gpu test-sglang check format lint types imports deploy-lint bench proto \
+.PHONY: help demo test test-thorough test-simulation test-mutants test-gpu test-sglang check format lint types imports deploy-lint bench proto \
         proto-check clean venv dev sglang-venv
 
 help:  ## This list
@@ -73,6 +77,12 @@ proto-check: $(VENV)/.dev  ## Fail if hicache/rpc/v1 is not what proto/ generate
 
 test-thorough: $(VENV)/.test  ## The long versions: full products, long random histories (hours)
 	@HYPOTHESIS_PROFILE=thorough $(PYTEST) -q -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-simulation: $(VENV)/.test  ## OPS operations on simulated caches from SEED on: a million take ten minutes
+	@$(BIN)/python -m hicache.testing.endurance --operations $(OPS) --seed $(SEED)
+
+test-mutants: $(VENV)/.test  ## Change the code in one place at a time, and see that a test notices (an hour)
+	@$(BIN)/python tests/mutation/run.py $(MUTANTS)
 
 test-gpu: $(VENV)/.test  ## Only what needs a CUDA device
 	@$(PYTEST) -q -m gpu -rs tests/gpu $(PYTEST_ARGS)

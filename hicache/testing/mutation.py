@@ -78,7 +78,7 @@ class _Edit:
 
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:
-    """Return the functions and methods of a module by qualified name; those inside others are parts of them."""
+    """Return the functions and methods of a module by qualified name; inner functions are parts of them."""
     found: dict[str, ast.FunctionDef] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -93,7 +93,7 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
 
 
 def find_mutants(module: str, source: str, function: str) -> list[Mutant]:
-    """Return all mutants of a function, in the order of its text. Raises KeyError if there is no such function."""
+    """Return all mutants of a function, in the order of its text. Raises KeyError if it does not exist."""
     seen: Counter[tuple[str, str, str]] = Counter()
     mutants = []
     for index, edit in enumerate(_edits(functions(source)[function])):
@@ -167,13 +167,10 @@ def _changes(parent: ast.AST, field: str, node: ast.AST) -> Iterator[tuple[str, 
         return
     if not isinstance(node, ast.expr):
         return
-    if _is_condition(parent, field):
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            yield "negate", node.operand
-        elif not (isinstance(node, ast.Compare) and isinstance(node.ops[0], _OPPOSITES)):
-            yield "negate", ast.UnaryOp(ast.Not(), node)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield "negate", node.operand
+    elif _is_condition(parent, field) and not _turns_round(node):
+        yield "negate", ast.UnaryOp(ast.Not(), node)
     if isinstance(parent, ast.Slice) and field in ("lower", "upper"):
         by = ast.Add() if field == "lower" else ast.Sub()
         yield "shift", ast.BinOp(node, by, ast.Constant(1))
@@ -191,9 +188,12 @@ def _operators(node: ast.expr) -> Iterator[tuple[str, ast.AST]]:
             yield "compare", new
     elif isinstance(node, ast.BoolOp):
         yield "connect", ast.BoolOp(ast.And() if isinstance(node.op, ast.Or) else ast.Or(), node.values)
-    elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        if not any(isinstance(side, ast.JoinedStr | ast.List) for side in (node.left, node.right)):
-            yield "arithmetic", ast.BinOp(node.left, _ARITHMETIC[type(node.op)](), node.right)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and not _is_text(node):
+        yield "arithmetic", ast.BinOp(node.left, _ARITHMETIC[type(node.op)](), node.right)
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    return any(isinstance(side, ast.JoinedStr | ast.List) for side in (node.left, node.right))
 
 
 def _names(node: ast.expr) -> Iterator[tuple[str, ast.AST]]:
@@ -204,11 +204,15 @@ def _names(node: ast.expr) -> Iterator[tuple[str, ast.AST]]:
         name = node.func.id if isinstance(node.func, ast.Name) else ""
         if name in _NAMES:
             yield "opposite", ast.Call(ast.Name(_NAMES[name], ast.Load()), node.args, node.keywords)
-        plain = not any(isinstance(arg, ast.Starred | ast.GeneratorExp) for arg in node.args[:2])
-        if len(node.args) >= 2 and name not in _COMMUTE and plain:
-            if ast.dump(node.args[0]) != ast.dump(node.args[1]):
-                swapped = [node.args[1], node.args[0], *node.args[2:]]
-                yield "swap", ast.Call(node.func, swapped, node.keywords)
+        if name not in _COMMUTE and _can_swap(node.args):
+            swapped = [node.args[1], node.args[0], *node.args[2:]]
+            yield "swap", ast.Call(node.func, swapped, node.keywords)
+
+
+def _can_swap(arguments: list[ast.expr]) -> bool:
+    if len(arguments) < 2 or any(isinstance(one, ast.Starred | ast.GeneratorExp) for one in arguments[:2]):
+        return False
+    return ast.dump(arguments[0]) != ast.dump(arguments[1])
 
 
 def _constants(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
@@ -219,6 +223,11 @@ def _constants(node: ast.Constant) -> Iterator[tuple[str, ast.AST]]:
         yield "constant", ast.Constant(value + 1)
     elif isinstance(value, bytes) and value:
         yield "constant", ast.Constant(bytes([value[0] ^ 1, *value[1:]]))
+
+
+def _turns_round(node: ast.expr) -> bool:
+    """True for comparisons whose own mutant is their negation."""
+    return isinstance(node, ast.Compare) and isinstance(node.ops[0], _OPPOSITES)
 
 
 def _is_condition(parent: ast.AST, field: str) -> bool:

@@ -65,6 +65,7 @@ class World:
     cache: HiCache
     executor: LedgerExecutor
     faults: Faults
+    trouble: float  # how often something happens to storage
     scheduler: Scheduler = field(init=False)
     prompts: list[array[int]] = field(default_factory=list)
     live: dict[str, Request] = field(default_factory=dict)
@@ -132,7 +133,9 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
         agreed = AgreedExecutor(executor, collective, clock, longest_wait_s=0.1)
         cache = build_cache(spec, sizes, config, agreed, agreed.clock)
         runner = RankedRunner(runner, collective)
-    world = World(seed, rng, own, clock, cache, executor, faults)
+    # Where storage is never left in peace, little of it is ever read.
+    trouble = rng.choice([0.0, 0.003, 0.03])
+    world = World(seed, rng, own, clock, cache, executor, faults, trouble)
     world.scheduler = Scheduler(
         world.cache,
         runner,
@@ -170,7 +173,7 @@ def act(world: World) -> None:
         world.cache.flush()  # with anything in flight
     elif action < 0.31:
         world.cache.release_queued()
-    elif action < 0.34:
+    elif action < 0.31 + world.trouble:
         _trouble_storage(world)
     elif not scheduler.step():
         scheduler.wait(rng.choice([0.01, 0.1]))

@@ -31,23 +31,35 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
-from regions import REGIONS, Region
+from regions import NOT_MEANT, REGIONS, Region
 
 from hicache.testing.mutation import Mutant, find_mutants, functions, mutate
 
 ROOT = Path(__file__).parents[2]
+REGIONS_FILE = "tests/mutation/regions.py"
 SURVIVORS = Path(__file__).with_name("SURVIVORS.md")
 CARRIED = ("hicache", "tiers", "storage_backends", "tests", "proto", "deploy", "pyproject.toml")
 ELSEWHERE = {"hicache.tiers": "tiers", "hicache.storage_backends": "storage_backends"}
-PRELOADED = ("numpy", "torch", "xxhash", "hypothesis", "msgspec", "prometheus_client", "_pytest.assertion.rewrite")
+PRELOADED = (
+    "numpy",
+    "torch",
+    "xxhash",
+    "hypothesis",
+    "msgspec",
+    "prometheus_client",
+)
 # Smaller random histories: a mutant that needs the large ones is one that `make test` might miss as well.
 ENVIRONMENT = {
     "HICACHE_HISTORY_OPS": "24000",
     "HICACHE_HISTORIES": "16",
     "OMP_NUM_THREADS": "1",
-    
 }
 TEST_SECONDS = 20  # of one test, before it counts as hanging
+OPTIONS = (
+    *("-x", "-q", f"--timeout={TEST_SECONDS}", "-m", "not thorough", "--rootdir=."),
+    *("-p", "no:cacheprovider", "-p", "no:xdist"),
+    *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # what is imported before the fork
+)
 MEMORY_BYTES = 8 << 30  # a mutant that loops may also allocate
 
 
@@ -76,7 +88,9 @@ class SnapshotFinder(MetaPathFinder):
         if not file.exists():
             return None
         tree = self._tree if fullname == self._module else None
-        loader = SourceFileLoader(fullname, str(file)) if tree is None else MutantLoader(fullname, str(file), tree)
+        loader = (
+            SourceFileLoader(fullname, str(file)) if tree is None else MutantLoader(fullname, str(file), tree)
+        )
         folder = [str(file.parent)] if file.name == "__init__.py" else None
         return spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folder)
 
@@ -122,10 +136,12 @@ def named(source: str, patterns: Sequence[str]) -> Iterator[str]:
     """Yield the functions that a region names. Raises KeyError for one that does not exist."""
     known = functions(source)
     for pattern in patterns:
-        prefix = pattern.removesuffix("*")
-        found = [name for name in known if name == pattern or (prefix != pattern and name.startswith(prefix))]
+        found = [name for name in known if name == pattern]
+        if pattern.endswith("*"):
+            found = [name for name in known if name.startswith(pattern[:-1])]
+            found = [name for name in found if name.rpartition(".")[2] not in NOT_MEANT]
         if not found:
-            raise KeyError(f"no function {pattern}")
+            raise KeyError(f"no function {pattern}; name it as it is called now in {REGIONS_FILE}")
         yield from found
 
 
@@ -185,12 +201,10 @@ def _be_tested(snapshot: Path, mutant: Mutant | None, tests: Sequence[str], send
             del sys.modules[name]
         sys.meta_path.insert(0, SnapshotFinder(snapshot, mutant.module if mutant is not None else "", tree))
         first = FirstFailure()
-        options = ["-x", "-q", f"--timeout={TEST_SECONDS}", "-m", "not thorough", "-p", "no:cacheprovider"]
-        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
-        code = pytest.main([*options, "-p", "no:xdist", "--no-header", "--rootdir=.", *tests], plugins=[first])
+        code = pytest.main([*OPTIONS, *tests], plugins=[first])
         status = {0: "survived", 4: "no such test", 5: "no such test"}.get(int(code), "killed")
         os.write(send, json.dumps([status, first.name]).encode())
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # whatever it is, the process ends here
         traceback.print_exc()
     finally:
         os._exit(0)
@@ -210,7 +224,7 @@ class _ignored:
 
 
 def take_snapshot(target: Path) -> str:
-    """Copy what tests need; return a digest of the copy, by which results of an earlier run are told apart."""
+    """Copy what tests need; return a digest of the copy, which tells whose results are whose."""
     for name in CARRIED:
         source = ROOT / name
         if source.is_dir():
@@ -255,7 +269,9 @@ def report(results: Sequence[Result], *, whole: bool) -> int:
     counts = Counter((r.region, r.status) for r in results)
     out(f"\n{'region':42} {'mutants':>8} {'killed':>8} {'timed out':>10} {'survived':>9}\n")
     for name in [*dict.fromkeys(r.region for r in results), ""]:
-        row = [sum(n for (r, s), n in counts.items() if name in ("", r) and s == status) for status in STATUSES]
+        row = [
+            sum(n for (r, s), n in counts.items() if name in ("", r) and s == status) for status in STATUSES
+        ]
         out(f"{name or 'all':42} {sum(row):8} {row[0]:8} {row[1]:10} {row[2]:9}\n")
     harmless = explained()
     survivors = [r for r in results if r.status == "survived"]
@@ -272,13 +288,19 @@ STATUSES = ("killed", "timed out", "survived")
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = arguments.add_argument
     add("--share", type=float, default=0.25, help="share of all mutants to try (0.25)")
     add("--seed", type=int, default=1, help="which share (1)")
-    add("--region", action="append", default=[], help="only regions whose name contains this; may be repeated")
-    add("--only", default="", help="only mutants whose name contains this")
-    add("--json", type=Path, default=ROOT / "out/mutants.json", help="results; a run that was stopped goes on")
+    add(
+        "--region", action="append", default=[], help="only regions whose name contains this; may be repeated"
+    )
+    add("--only", default="", help="only mutants with this in their name")
+    add(
+        "--json", type=Path, default=ROOT / "out/mutants.json", help="results; a run that was stopped goes on"
+    )
     add("--list", action="store_true", help="list the mutants and try none")
     given = arguments.parse_args()
     regions = [r for r in REGIONS if not given.region or any(part in r.name for part in given.region)]
@@ -286,7 +308,10 @@ def main() -> int:
         snapshot = Path(folder)
         digest = take_snapshot(snapshot)
         plan = [
-            (region, [m for m in list_mutants(snapshot, region, given.share, given.seed) if given.only in m.name])
+            (
+                region,
+                [m for m in list_mutants(snapshot, region, given.share, given.seed) if given.only in m.name],
+            )
             for region in regions
         ]
         if given.list:
@@ -322,7 +347,9 @@ def _try_all(
                 f"{len(results)}/{total} {last.seconds:5.1f} s {last.status:9} {last.name}  {last.by[-90:]}\n"
             )
             sys.stdout.flush()
-            _keep(kept, digest, [*results, *(r for n, r in known.items() if n not in {x.name for x in results})])
+            _keep(
+                kept, digest, [*results, *(r for n, r in known.items() if n not in {x.name for x in results})]
+            )
     return results
 
 

@@ -71,7 +71,9 @@ def test_every_answer_of_a_random_history_equals_the_naive_cache(kinds: str, pol
     done = take_histories(KINDS[kinds], policy, first, share)
     assert sum(done.values()) >= share
     if share >= 2000:  # enough for every kind of operation to come up
-        assert min(done[name] for name in ("_grow", "_evict", "_write", "_written", "_fetch", "_drop_all")) > 0
+        assert (
+            min(done[name] for name in ("_grow", "_evict", "_write", "_written", "_fetch", "_drop_all")) > 0
+        )
 
 
 @pytest.mark.thorough

@@ -1,0 +1,26 @@
+"""The regions of mutation tests name code and tests that exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests/mutation"))
+_spec = importlib.util.spec_from_file_location("mutation_run", ROOT / "tests/mutation/run.py")
+assert _spec is not None
+assert _spec.loader is not None
+mutation_run = importlib.util.module_from_spec(_spec)
+sys.modules["mutation_run"] = mutation_run
+_spec.loader.exec_module(mutation_run)
+sys.path.remove(str(ROOT / "tests/mutation"))
+
+
+@pytest.mark.parametrize("region", mutation_run.REGIONS, ids=lambda region: region.name.replace(" ", "-"))
+def test_a_region_names_functions_and_tests_that_exist(region: mutation_run.Region) -> None:
+    """A function that was renamed would silently never be changed again."""
+    assert mutation_run.list_mutants(ROOT, region, 1.0, 1)
+    assert all((ROOT / test).exists() for test in region.tests)
