@@ -241,10 +241,10 @@ def _droppable(node: ast.stmt) -> bool:
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Call | ast.Yield) and not _is_talk(node)
     if isinstance(node, ast.Assign):
-        return not any(isinstance(name, ast.Name) for target in node.targets for name in _stored(target))
+        return not any(map(_defines, node.targets))
     return isinstance(node, ast.AugAssign | ast.Delete | ast.Raise | ast.Break)
 
 
-def _stored(target: ast.expr) -> list[ast.expr]:
-    """Return what a target assigns to: names make later ones undefined, places do not."""
-    return target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+def _defines(target: ast.expr) -> bool:
+    """True if a target makes names that later statements need; places that exist anyway are not missed."""
+    return any(isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) for n in ast.walk(target))
