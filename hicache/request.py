@@ -47,6 +47,7 @@ class Request:
     computed: int = 0  # tokens
     committed: int = 0  # pages
     cached: CachedTokens = field(default_factory=CachedTokens)
+    page_keys: array[int] = field(default_factory=lambda: array("Q"))  # see cache.accounts.Ceiling
     captures: list[Capture] = field(default_factory=list)  # of the step about to run
     load: LoadTicket | None = None  # wait_layer() before reading a layer while it is set
     admissions: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 # Slots of one pool, one per page, dtype int32. A slot is a page index in a pool; NO_SLOT marks an
@@ -51,12 +51,20 @@ class PrefetchPolicy(str, enum.Enum):
 
 @dataclass(slots=True)
 class CachedTokens:
-    """Tokens of one prompt by the tier that supplied them; `computed` is the rest of the prompt."""
+    """Tokens of one prompt by the tier that supplied them; `computed` is the rest of the prompt.
+
+    `asked` of storage = storage + failed by reason; `ceiling`, what an infinite cache would have had, =
+    cached + missed by reason. Reasons: hicache.cache.accounts.Shortfall.
+    """
 
     device: int = 0
     host: int = 0
     storage: int = 0
     computed: int = 0
+    asked: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+    ceiling: int = 0
+    missed: dict[str, int] = field(default_factory=dict)
 
     @property
     def cached(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 
+from hicache.cache.accounts import Accounts
 from hicache.cache.events import EventLog, Sink
 from hicache.cache.jobs import Jobs
 from hicache.cache.pools import Copies, PagePools
@@ -22,8 +23,8 @@ from hicache.errors import ConfigError, InvariantViolation
 from hicache.request import Request
 from hicache.spec import ModelSpec
 from hicache.transfer.base import Done, Executor, JobKind, Move
-from hicache.tree.base import Lease, Match, PathSlots, TreeCore, TreeRules
-from hicache.types import NO_SLOT, CachedTokens, Component, Slots, Tier
+from hicache.tree.base import Lease, PathSlots, TreeCore, TreeRules
+from hicache.types import NO_SLOT, Component, Slots, Tier
 
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
 
@@ -55,7 +56,8 @@ class HiCache:
         write_back = config.hicache_write_policy.value == "write_back"
         copies = Copies.LAST if write_back else Copies.KEPT
         self.pools = PagePools(tree, device, host, self.stats, copies=copies)
-        self._tables = PageTables(tree, self.pools, self.rules, config, clock)
+        self._accounts = Accounts(self.rules, self.stats, ceiling_pages=config.ceiling_pages)
+        self._tables = PageTables(tree, self.pools, self.rules, config, clock, self._accounts)
         self._check_capacities(device)
         self._jobs = Jobs()
         self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats, spec)
@@ -104,7 +106,7 @@ class HiCache:
 
     def withdraw(self, request: Request) -> None:
         """Forget a request that is still queued."""
-        self._prefetcher.ended(request)
+        self._accounts.withdrawn(self._prefetcher.ended(request))
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -153,7 +155,8 @@ class HiCache:
         hits = 0 if request.admissions else 1  # the same request again is no second access
         self.tree.touch(lease, self.clock.now(), priority=request.priority, hits=hits)
         request.admissions += 1
-        self._account(request, found, boundary)
+        ask = self._prefetcher.ended(request)
+        self._accounts.admitted(request, ask, device=found.device, hit=boundary, whole=found.host)
         self._start_load(request, running, path, taken, holes, host_lease)
         self._writing.committed(lease, request)  # a second access may be what a selective policy waits for
         return True
@@ -203,23 +206,6 @@ class HiCache:
         elif not done.failed:
             request.load = None
 
-    def _account(self, request: Request, found: Match, boundary: int) -> None:
-        """Tokens by the tier that made them reusable: the device's own boundary, the host's, storage."""
-        page = self.rules.page_size
-        fetched = self._prefetcher.ended(request)
-        device = min(found.device, boundary)
-        storage = min(boundary - device, max(0, min(boundary, fetched.stop) - fetched.start))
-        cached = request.cached
-        if cached.computed:
-            return  # admitted again after a retraction: counted once
-        cached.device, cached.storage = device * page, storage * page
-        cached.host = (boundary - device - storage) * page
-        cached.computed = len(request.tokens) - boundary * page
-        self.stats.prompt_tokens += len(request.tokens)
-        self.stats.device_tokens += cached.device
-        self.stats.host_tokens += cached.host
-        self.stats.storage_tokens += cached.storage
-
     # -- running -------------------------------------------------------------------------------
 
     def extend(self, request: Request, end: int) -> bool:
@@ -265,11 +251,7 @@ class HiCache:
         Nothing it has reaches the tree, and its hit is not counted.
         """
         self.stats.failed_loads += 1
-        cached, request.cached = request.cached, CachedTokens()
-        self.stats.prompt_tokens -= cached.cached + cached.computed
-        self.stats.device_tokens -= cached.device
-        self.stats.host_tokens -= cached.host
-        self.stats.storage_tokens -= cached.storage
+        self._accounts.load_failed(request)
         request.load_failed = True
         self._end(request)
 

@@ -8,9 +8,10 @@ a read still fills stay held until the read ends (law 9).
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 
+from hicache.cache.accounts import Ask, Shortfall
 from hicache.cache.fetch_plan import Outlook, reading_order, wanted
 from hicache.cache.jobs import Jobs
 from hicache.cache.pools import Copies, PagePools
@@ -37,6 +38,7 @@ class _Found:
 
     host: int  # pages
     looks: int = 1
+    ask: Ask = field(default_factory=Ask)  # why there is no prefetch, where there might have been one
 
 
 class Prefetcher:
@@ -74,7 +76,10 @@ class Prefetcher:
 
     def start(self, request: Request) -> None:
         """Look at a request that has just been queued; begin a prefetch if L3 may have enough."""
-        if not self._executor.has_storage or not self._pools.capacity(Tier.HOST, Component.FULL):
+        usable = self._executor.has_storage
+        if not self._pools.capacity(Tier.HOST, Component.FULL):
+            return
+        if not usable and not self._executor.storage_bypassed:
             return
         page, tokens = self._rules.page_size, request.tokens
         found = self._tree.match(request.scope, tokens, len(tokens) - 1)
@@ -82,8 +87,11 @@ class Prefetcher:
         looks = self._found[request.rid].looks + 1 if request.rid in self._found else 1
         self._found[request.rid] = _Found(found.host, looks)
         before = self._by_rid.pop(request.rid, None)
-        if (limit - found.host) * page < self._threshold:
-            self._stats.prefetch["below_threshold"] += 1
+        few = (limit - found.host) * page < self._threshold
+        if few or not usable:
+            why = Shortfall.BELOW_THRESHOLD if few else Shortfall.BREAKER_OPEN
+            self._stats.prefetch[why.value] += 1
+            self._found[request.rid].ask = Ask(found.host, limit, 0, [(limit, why)])
             return
         known = self._tree.page_hashes(found, 0, found.full)
         rest = memoryview(tokens).cast("B")[found.full * page * TOKEN_BYTES : limit * page * TOKEN_BYTES]
@@ -175,23 +183,23 @@ class Prefetcher:
         ]
         return min(times, default=None)
 
-    def ended(self, request: Request) -> range:
+    def ended(self, request: Request) -> Ask:
         """Forget a request at admission or abort, letting go of what was published for it.
 
-        Returns the pages by which storage made its hit deeper. A read still in flight is cancelled and
+        Returns what storage was asked for. A read still in flight is cancelled and
         keeps its pages until it really ends.
         """
-        self._found.pop(request.rid, None)
+        looked = self._found.pop(request.rid, None)
         prefetch = self._by_rid.pop(request.rid, None)
         if prefetch is None:
-            return range(0)
+            return Ask() if looked is None else looked.ask
         if prefetch.phase is not Phase.ENDED:
             self._cancel(prefetch)
             self._end(prefetch, "aborted")
         if prefetch.lease is not None:
             self._tree.release(prefetch.lease)
             prefetch.lease = None
-        return range(prefetch.known, max(prefetch.known, prefetch.reached))
+        return prefetch.ask()
 
     def release_leases(self) -> int:
         """Let go of everything published for queued requests; returns how many leases that were."""
@@ -208,6 +216,7 @@ class Prefetcher:
         if prefetch.phase is Phase.ENDED:
             return
         if done.failed:
+            prefetch.why = done.why
             self._end(prefetch, "store_failed")
             return
         request = prefetch.request
@@ -239,6 +248,8 @@ class Prefetcher:
         del self._fetching[done.job]
         fetching = prefetch.phase is Phase.FETCHING
         missing = prefetch.collect(done.flags) if fetching else []
+        if missing:
+            prefetch.why = prefetch.why or done.why
         for part in prefetch.parts:
             self._free(prefetch, part.component, part.slots)
         prefetch.parts = []
@@ -285,7 +296,9 @@ class Prefetcher:
         )
         outlook = Outlook(self._rules, found.full, presence, prefetch.there)
         floor = found.host
-        if not first:
+        if first:
+            prefetch.run = max(prefetch.run, outlook.run)
+        else:
             floor = max(floor, Outlook(self._rules, found.full, presence, prefetch.got).deepest())
         path = self._tree.lock(found, found.full, Tier.HOST, swa_start=found.full, states=())
         try:
@@ -381,6 +394,7 @@ class Prefetcher:
 
     def _end(self, prefetch: Prefetch, reason: str) -> None:
         """Publish no more: what arrived and was not needed goes back; a read in flight keeps its pages."""
+        prefetch.crowded = prefetch.phase is Phase.CROWDED
         prefetch.phase, prefetch.reason = Phase.ENDED, reason
         self._let_go(prefetch)
         for component, pages in prefetch.got.items():

@@ -6,9 +6,10 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hicache.cache.accounts import Ask, marks_of
 from hicache.cache.fetch_plan import Part
 from hicache.request import Request
-from hicache.transfer.base import JobId, ObjectRef, name_objects
+from hicache.transfer.base import JobId, ObjectRef, Why, name_objects
 from hicache.tree.base import Lease
 from hicache.types import NO_SLOT, Component
 
@@ -42,9 +43,25 @@ class Prefetch:
     phase: Phase = Phase.PROBING
     blocked_since: float | None = None
     reason: str = ""  # why it ended
+    why: Why | None = None  # the first object of its reads, or of its probe, that did not come
+    crowded: bool = False  # it ended while others held the host pages it needed
+    run: int = 0  # pages; where storage's FULL ends, as it was planned
     reached: int = 0  # pages; the boundary it has published
     anchor: Lease | None = None  # keeps what the pages being fetched will hang on
     lease: Lease | None = None  # keeps what was published until admission
+
+    def ask(self) -> Ask:
+        """What it asked storage for, and what became of it."""
+        marks = marks_of(
+            self.reason,
+            self.why,
+            crowded=self.crowded,
+            run=self.run,
+            target=self.target,
+            reached=self.reached,
+            limit=self.limit,
+        )
+        return Ask(self.known, self.limit, self.reached, marks)
 
     def split(self, flags: bytes) -> list[tuple[Part, bytes]]:
         """Cut a job's flags into those of each part; a job that ended early lacks its last flags."""

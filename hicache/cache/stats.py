@@ -14,6 +14,11 @@ class CacheStats:
     device_tokens: int = 0
     host_tokens: int = 0
     storage_tokens: int = 0
+    computed_tokens: int = 0
+    ceiling_tokens: int = 0  # what an infinite cache would have had
+    missed_tokens: Counter[str] = field(default_factory=Counter)  # ceiling less cached, by reason
+    asked_tokens: int = 0  # of storage
+    failed_tokens: Counter[str] = field(default_factory=Counter)  # asked less storage_tokens, by reason
     evicted_pages: Counter[str] = field(default_factory=Counter)  # by "tier.component"
     demoted_pages: int = 0
     lost_pages: int = 0  # evicted from L1 or L2 without a copy below

@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from hicache.cache.accounts import Accounts
 from hicache.cache.pools import PagePools
 from hicache.clock import Clock
 from hicache.config.cache import CacheConfig, StateCheckpoints
@@ -39,10 +40,16 @@ class PageTables:
     """
 
     def __init__(
-        self, tree: TreeCore, pools: PagePools, rules: TreeRules, config: CacheConfig, clock: Clock
+        self,
+        tree: TreeCore,
+        pools: PagePools,
+        rules: TreeRules,
+        config: CacheConfig,
+        clock: Clock,
+        accounts: Accounts,
     ) -> None:
         self._tree, self._pools, self._rules = tree, pools, rules
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._accounts = config, clock, accounts
 
     def take_path(
         self, request: Request, path: PathSlots, taken: dict[Component, Slots], holes: list[int]
@@ -151,6 +158,7 @@ class PageTables:
             request.swa[start:end] = inserted.swa
             self._drop_old_window(request, running, end)
         request.committed = end
+        self._accounts.committed(request, start, end, [at for at, _ in states])
         return True
 
     def _drop_old_window(self, request: Request, running: Running, end: int) -> None:

@@ -38,11 +38,14 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     store_host_share: float = 0.25
     clean_reserve_share: float = 0.125
     store_attempts: int = 3
+    ceiling_pages: int = 1 << 20  # remembered to tell the hit ceiling; 0: it is not told
 
     def __post_init__(self) -> None:
         for name in ("prefetch_threshold", "chunked_prefill_size", "mamba_track_interval", "store_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_named(name)} {getattr(self, name)} must be at least 1")
+        if self.ceiling_pages < 0:
+            raise ConfigError(f"ceiling_pages {self.ceiling_pages} must be 0 or more")
         for name in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token", "prefetch_timeout_max"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} {getattr(self, name):g} must be a number of seconds, 0 or more")

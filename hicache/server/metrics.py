@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hicache.cache.accounts import Shortfall
+from hicache.cache.stats import CacheStats
 from hicache.engine.scheduler import Scheduler
 from hicache.types import Component, Tier
 
@@ -114,7 +116,33 @@ def _requests(scheduler: Scheduler) -> Iterable[Sample]:
     cached = sum(sources.values())
     rate = cached / stats.prompt_tokens if stats.prompt_tokens else 0.0
     yield _gauge("sglang:cache_hit_rate", "Cached / prompt tokens since the start", rate)
+    yield from _accounts(stats)
     yield _count("hicache_retracted_requests", "Running requests sent back to the queue", stats.retracted)
+
+
+def _accounts(stats: CacheStats) -> Iterable[Sample]:
+    """Two sums that reconcile: ceiling = cached + missed, asked = cached from storage + failed."""
+    yield _count(
+        "hicache_computed_tokens", "Prompt tokens that no tier had: prompt less cached", stats.computed_tokens
+    )
+    yield _count(
+        "hicache_ceiling_tokens", "Prompt tokens that an infinite cache would have had", stats.ceiling_tokens
+    )
+    yield _count("hicache_storage_asked_tokens", "Tokens that L3 was asked for", stats.asked_tokens)
+    for shortfall in Shortfall:
+        reason = shortfall.value
+        yield _count(
+            "hicache_missed_tokens",
+            "Tokens below the ceiling that were computed again, by what kept them back",
+            stats.missed_tokens[reason],
+            reason=reason,
+        )
+        yield _count(
+            "hicache_storage_failed_tokens",
+            "Tokens that L3 was asked for and that did not come from it, by why",
+            stats.failed_tokens[reason],
+            reason=reason,
+        )
 
 
 def _occupancy(scheduler: Scheduler) -> Iterable[Sample]:

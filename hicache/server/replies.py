@@ -78,6 +78,13 @@ class Reply:
                 "host": cached.host,
                 "storage": cached.storage,
             },
+            "hicache": {
+                "computed": cached.computed,
+                "ceiling": cached.ceiling,
+                "missed": {**cached.missed},
+                "storage_asked": cached.asked,
+                "storage_failed": {**cached.failed},
+            },
             "weight_version": self.weight_version,
         }
         if self.finish is not None:

@@ -17,7 +17,7 @@ from hicache.clock import ManualClock
 from hicache.errors import InvariantViolation, LoadFailed
 from hicache.request import Request
 from hicache.spec import ModelSpec
-from hicache.transfer.base import Done, Executor, JobId, JobKind, LoadTicket, Move, ObjectRef
+from hicache.transfer.base import Done, Executor, JobId, JobKind, LoadTicket, Move, ObjectRef, Why
 from hicache.types import NO_SLOT, Component, Tier
 
 # What a page holds: how many tokens of the path it was computed from, and which tokens those were.
@@ -51,6 +51,7 @@ class _Job:
     slots: Sequence[int] = ()
     sources: list[Identity] = field(default_factory=list)
     arrived: int = 0
+    why: list[Why | None] = field(default_factory=list)  # of each object read, why it did not come
     cancelled: bool = False
     due: float = 0.0  # it does not end before
 
@@ -142,7 +143,8 @@ class LedgerExecutor(Executor):
     def _begin_storage(self, entry: _Job) -> None:
         if self.storage is None:
             flags = bytes(len(entry.refs))
-            self._ended.append(Done(entry.done.job, entry.done.kind, flags, failed=True))
+            why = Why.DETACHED
+            self._ended.append(Done(entry.done.job, entry.done.kind, flags, failed=True, why=why))
             return
         slow = self._rng.random() < self._faults.slow
         entry.due = self._clock.now() + (self._faults.slow_s if slow else 0.0)
@@ -185,7 +187,17 @@ class LedgerExecutor(Executor):
         else:
             limit = len(entry.refs) if upto is None else upto
             flags = self._finish_storage(entry, kind, 0 if failed and upto is None else limit)
-        self._ended.append(Done(job, kind, flags, failed))
+        self._ended.append(Done(job, kind, flags, failed, why=self._why(entry, flags, failed=failed)))
+
+    @staticmethod
+    def _why(entry: _Job, flags: bytes, *, failed: bool) -> Why | None:
+        kind = entry.done.kind
+        if kind is JobKind.STORE or (not failed and (kind is JobKind.PROBE or 0 not in flags)):
+            return None
+        first = flags.find(0) if flags else 0
+        if first < len(entry.why) and entry.why[first] is not None:
+            return entry.why[first]
+        return Why.ERROR if failed else Why.CANCELLED if entry.cancelled else None
 
     def _finish_copy(self, entry: _Job, kind: JobKind) -> None:
         source, target = (Tier.DEVICE, Tier.HOST) if kind is JobKind.WRITE else (Tier.HOST, Tier.DEVICE)
@@ -223,9 +235,11 @@ class LedgerExecutor(Executor):
         if self._rng.random() < self._faults.object_lost:
             storage.pop(ref, None)
         found = storage.get(ref)
+        why = Why.MISSING if found is None else None
         if found is not None and self._rng.random() < self._faults.object_short:
             del storage[ref]
-            found = None
+            found, why = None, Why.SHORT
+        entry.why.append(why)
         self.content[Tier.HOST, ref.component, slot] = POISON if found is None else found
         self.spoiled += found is None
         entry.arrived += 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from hicache.build import TierSizes, build_cache
 from hicache.cache import HiCache
+from hicache.cache.accounts import check_request, check_stats
 from hicache.clock import ManualClock
 from hicache.config.cache import CacheConfig, StateCheckpoints
 from hicache.engine.scheduler import FinalToken, Runner, Scheduler
@@ -80,10 +81,7 @@ class World:
         """A request has finished: its prompt is accounted for, tier by tier."""
         self.finished += 1
         del self.live[request.rid]
-        counts = request.cached
-        tiers = (counts.device, counts.host, counts.storage, counts.computed)
-        if min(tiers) < 0 or sum(tiers) < request.prompt_length:
-            raise InvariantViolation(f"{request.rid}: {tiers} tokens of a prompt of {request.prompt_length}")
+        check_request(request, request.prompt_length)
 
 
 def make_world(seed: int, collective: Collective | None = None) -> World:
@@ -279,8 +277,7 @@ def check_quiet(world: World) -> None:
     remembered = cache.remembered()
     if cache.in_flight or any(remembered.values()):
         raise InvariantViolation(f"{cache.in_flight} jobs in flight; remembered: {remembered}")
-    if min(stats.prompt_tokens, stats.device_tokens, stats.host_tokens, stats.storage_tokens) < 0:
-        raise InvariantViolation(f"negative counts: {stats}")
+    check_stats(stats)
     check_storage(world)
     if not cache.flush():
         raise InvariantViolation("a quiet cache could not be dropped")
@@ -296,6 +293,7 @@ def run(world: World, steps: int) -> None:
     for _ in range(steps):
         act(world)
         world.cache.check_integrity()
+        check_stats(world.cache.stats)
         if world.rng.random() < 0.2:
             check_waits(world)
     come_to_rest(world)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hicache.clock import Clock
 from hicache.errors import InvariantViolation
-from hicache.transfer.base import Done, JobId, JobKind
+from hicache.transfer.base import Done, JobId, JobKind, Why
 from hicache.transfer.counters import Counters
 from hicache.transfer.storage_io import StorageJob, StorageLink
 from hicache.transfer.worker import InlineLane, Lane, Worker
@@ -80,6 +80,7 @@ class Attachment:
     def submit(self, job: StorageJob) -> None:
         self._jobs[job.job] = job
         if not self._link.usable:
+            job.lacks(self._link.why_not)
             self._finish(job, failed=True)
             return
         lane = self._write if job.kind is JobKind.STORE else self._read
@@ -96,6 +97,7 @@ class Attachment:
             return
         found.cancelled = True
         if self._claim(found):
+            found.lacks(Why.CANCELLED)
             # A probe that never asked is no evidence that anything is absent.
             self._finish(found, failed=found.kind is JobKind.PROBE)
 
@@ -113,6 +115,7 @@ class Attachment:
         self._link.close()
         for job in list(self._jobs.values()):
             if self._claim(job):
+                job.lacks(Why.DETACHED)
                 self._finish(job, failed=True)
         stores_ended = self._write.stop(timeout_s / 2)
         return self._read.stop(timeout_s / 2) and stores_ended
@@ -124,7 +127,7 @@ class Attachment:
 
     def _finish(self, job: StorageJob, *, failed: bool) -> None:
         job.claimed = True
-        self._end(Done(job.job, job.kind, bytes(job.flags), failed=failed))
+        self._end(Done(job.job, job.kind, bytes(job.flags), failed=failed, why=job.why))
 
     def _perform(self, job: StorageJob) -> None:
         if not self._claim(job):

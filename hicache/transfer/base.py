@@ -55,6 +55,19 @@ class JobKind(enum.Enum):
     LOAD = "load"  # host to device, layer by layer
 
 
+class Why(enum.Enum):
+    """Why an object did not come."""
+
+    MISSING = "missing"  # it is not there
+    SHORT = "short"  # it has fewer bytes or parts than its family
+    CORRUPT = "corrupt"  # it does not verify
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    BYPASSED = "bypassed"  # the store is left alone after failures
+    DETACHED = "detached"
+    CANCELLED = "cancelled"
+
+
 @dataclass(frozen=True, slots=True)
 class Done:
     """The end of a job. From here on nothing touches the job's slots any more.
@@ -63,6 +76,7 @@ class Done:
     stored or already there (STORE). WRITE and LOAD have no flags. `failed` says that the store itself
     failed, so flags are no evidence of absence; of a WRITE or LOAD, that its targets hold nothing.
     `seconds` is how long the work itself took, without what it waited for; 0 if it was not measured.
+    `why` is that of the first object of a FETCH that did not come, or of a PROBE that failed.
     """
 
     job: JobId
@@ -70,6 +84,7 @@ class Done:
     flags: bytes = b""
     failed: bool = False
     seconds: float = 0.0
+    why: Why | None = None
 
 
 class LoadTicket(Protocol):
@@ -92,6 +107,11 @@ class Executor(ABC):
     @abstractmethod
     def has_storage(self) -> bool:
         """True while a storage backend is attached and not bypassed."""
+
+    @property
+    def storage_bypassed(self) -> bool:
+        """True while a backend is attached and left alone after failures."""
+        return False
 
     @property
     @abstractmethod

@@ -15,7 +15,7 @@ from hicache.tiers.device import DevicePools
 from hicache.tiers.host import HostPools
 from hicache.tiers.layouts import slot_index
 from hicache.transfer.attachment import Attachment
-from hicache.transfer.base import Done, Executor, JobId, JobKind, Move, ObjectRef
+from hicache.transfer.base import Done, Executor, JobId, JobKind, Move, ObjectRef, Why
 from hicache.transfer.copy_engine import (
     CopyEngine,
     CpuCopyEngine,
@@ -83,6 +83,10 @@ class TransferExecutor(Executor):
     @property
     def has_storage(self) -> bool:
         return self._storage is not None and self._storage.usable
+
+    @property
+    def storage_bypassed(self) -> bool:
+        return self._storage is not None and not self._storage.usable
 
     @property
     def storage_answers(self) -> bool:
@@ -257,7 +261,7 @@ class TransferExecutor(Executor):
 
     def _start_storage(self, job: StorageJob) -> None:
         if self._storage is None:
-            self._end(Done(job.job, job.kind, bytes(job.flags), failed=True))
+            self._end(Done(job.job, job.kind, bytes(job.flags), failed=True, why=Why.DETACHED))
             return
         self._storage.submit(job)
 

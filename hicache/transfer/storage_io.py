@@ -26,7 +26,7 @@ from hicache.storage_backends.base import (
     WriteOutcome,
 )
 from hicache.tiers.host import HostPools
-from hicache.transfer.base import JobId, JobKind, ObjectRef
+from hicache.transfer.base import JobId, JobKind, ObjectRef, Why
 from hicache.transfer.breaker import Breaker
 from hicache.transfer.counters import Counters
 from hicache.transfer.staging import StagingPool
@@ -34,6 +34,7 @@ from hicache.types import Component
 
 logger = logging.getLogger(__name__)
 
+_SHORT = (Verdict.BAD_SIZE, Verdict.WRONG_PARTS)
 _REFUSALS = (WriteOutcome.NO_SPACE, WriteOutcome.FAILED)
 
 
@@ -62,6 +63,11 @@ class StorageJob:
     flags: bytearray
     cancelled: bool = False
     claimed: bool = False  # somebody has taken it upon himself to end it
+    why: Why | None = None  # the first object that did not come
+
+    def lacks(self, why: Why) -> None:
+        """Note why an object did not come, if it is the first."""
+        self.why = self.why or why
 
 
 class StorageLink:
@@ -114,6 +120,11 @@ class StorageLink:
     def usable(self) -> bool:
         """True unless it is being detached, bypassed by the breaker, or has lost too many buffers."""
         return not self._closing.is_set() and self._breaker.allows and not self._staging.exhausted
+
+    @property
+    def why_not(self) -> Why:
+        """Why a call is not made, where `usable` or the staging says so."""
+        return Why.DETACHED if self._closing.is_set() else Why.BYPASSED
 
     @property
     def breaker(self) -> Breaker:
@@ -170,11 +181,13 @@ class StorageLink:
         step = self._limits.probe_keys
         for start in range(0, len(job.refs), step):
             if job.cancelled or not self.usable:
+                job.lacks(Why.CANCELLED if job.cancelled else self.why_not)
                 return True
             keys = [self._key(ref) for ref in job.refs[start : start + step]]
             try:
                 found = self._backend.probe(keys)
             except BackendError as error:
+                job.lacks(_why(error))
                 self._failed("probe", error)
                 return True
             except Exception as error:
@@ -188,15 +201,16 @@ class StorageLink:
         """Read, verify and place the objects of a FETCH, batch after batch."""
         for start, end in self._batches(job.refs):
             if job.cancelled:
+                job.lacks(Why.CANCELLED)
                 return False
-            if not self.usable:
-                return True
-            staging = self._staging.take()
+            staging = self._staging.take() if self.usable else None
             if staging is None:
+                job.lacks(self.why_not)
                 return True
             try:
                 self._fetch_batch(job, start, end, staging)
             except BackendError as error:
+                job.lacks(_why(error))
                 self._retire(staging, error)
                 self._failed("read", error)
                 return True
@@ -244,12 +258,14 @@ class StorageLink:
         for i, (ref, view, size) in enumerate(zip(refs, views, sizes, strict=True), start):
             if size == MISS:
                 missing += 1
+                job.lacks(Why.MISSING)
                 continue
             verdict = self._codec.verify(
                 ref.component, ref.page_hash, view, size, absent=self._absent_of(ref)
             )
             if verdict is not Verdict.OK:
                 bad[keys[i - start]] = verdict
+                job.lacks(Why.SHORT if verdict in _SHORT else Why.CORRUPT)
                 continue
             parts = self._codec.payload_views(ref.component, view, absent=self._absent_of(ref))
             self._host.write_page(ref.component, job.slots[i], parts)
@@ -401,3 +417,7 @@ class StorageLink:
             logger.warning("%s: %s failed: %s%s", self._backend.name, operation, why, more)
         else:
             logger.debug("%s: %s failed: %s", self._backend.name, operation, why)
+
+
+def _why(error: BackendError) -> Why:
+    return Why.TIMEOUT if isinstance(error, BackendTimeout) else Why.ERROR
