@@ -82,8 +82,13 @@ class GrpcBackend(StorageBackend):
 
     @classmethod
     def from_options(cls, options: Options) -> GrpcBackend:
-        """Open the backend without a call: while the daemon cannot be reached, calls raise."""
-        return cls(options)
+        """Open the backend, and a session if the daemon is there; while it cannot be reached, calls raise."""
+        backend = cls(options)
+        try:
+            backend._connection.run("hello", lambda link, session, deadline: None)
+        except BackendError as error:
+            logger.debug("grpc: not there yet: %s", error)
+        return backend
 
     @property
     def epoch(self) -> int:

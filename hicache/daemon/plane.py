@@ -47,6 +47,7 @@ class ArenaPlane:
         self._attachments = Attachments(
             store.segment.fd, most=config.max_sessions, answers=answers, on_gone=self._client_gone
         )
+        sessions.is_attached = self._attachments.__contains__
 
     @property
     def attached(self) -> int:
@@ -86,8 +87,13 @@ class ArenaPlane:
     def _client_gone(self, session_id: int, has_ended: Callable[[], bool]) -> None:
         self.grants.drop(session_id)
         session = self._sessions.find(session_id)
-        if session is not None and self._writes.in_arena(session):
-            self._writes.client_gone(session, WriterState.ENDED if has_ended() else WriterState.LIVES)
+        if session is None:
+            return
+        ended = has_ended()
+        if self._writes.in_arena(session):
+            self._writes.client_gone(session, WriterState.ENDED if ended else WriterState.LIVES)
+        if ended:
+            self._sessions.end(session_id)
 
 
 def open_plane(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hicache.clock import Clock
 from hicache.daemon.scope import Scope
 
-SESSION_IDLE_S = 600.0
+SESSION_IDLE_S = 600.0  # of a client that is connected to this host's arena: it is alive
+SILENT_S = 60.0  # of any other: nobody says when it dies, and a live one that lost its session says Hello
 
 
 class UnknownSession(Exception):
@@ -106,6 +107,7 @@ class Sessions:
         self._reservation_bytes = reservation_bytes
         self._lock = threading.Lock()
         self._sessions: dict[int, Session] = {}
+        self.is_attached: Callable[[int], bool] = lambda session_id: False
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -147,15 +149,25 @@ class Sessions:
             return self._sessions.get(session_id)
 
     def drop_idle(self) -> None:
-        """Forget sessions that have not been seen for SESSION_IDLE_S and hold no reservation."""
+        """Forget sessions without reservations, not seen for SILENT_S, or SESSION_IDLE_S if attached."""
         with self._lock:
             self._drop_idle()
 
     def _drop_idle(self) -> None:
-        oldest = self._clock.now() - SESSION_IDLE_S
-        idle = [id for id, one in self._sessions.items() if one.last_seen < oldest and not one.reserved]
-        for session_id in idle:
+        now = self._clock.now()
+        patience = {True: SESSION_IDLE_S, False: SILENT_S}
+        silent = [
+            id
+            for id, one in self._sessions.items()
+            if not one.reserved and now - one.last_seen > patience[self.is_attached(id)]
+        ]
+        for session_id in silent:
             del self._sessions[session_id]
+
+    def end(self, session_id: int) -> None:
+        """Forget a session whose client is known to be gone."""
+        with self._lock:
+            self._sessions.pop(session_id, None)
 
     def other_fingerprints(self, identity: Identity) -> list[str]:
         """Return fingerprints other than `identity`'s that sessions under its model name have."""

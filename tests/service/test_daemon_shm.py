@@ -391,6 +391,17 @@ class TestTheSocket:
             assert read(second, ["none"], 1) == [None]
             second.close()
 
+    def test_a_replica_that_was_killed_is_no_session_any_more(self) -> None:
+        """For ten minutes stats would show replicas that are dead, and newcomers be isolated from them."""
+        with serving() as (_, backend):
+            assert stat(backend, "sessions") == 1
+            with client(backend._options.address, "stop()") as process:
+                stopped(process)
+                assert stat(backend, "sessions") == 2
+                process.kill()
+                process.wait(BOUND_S)
+                poll(lambda: stat(backend, "sessions") == 1)
+
     def test_what_a_closed_client_may_still_write_to_is_not_given_away(self) -> None:
         """A thread that fills a page while its backend is detached would write into another's."""
         with running_daemon(capacity="2MiB", reservation_bytes="2MiB") as daemon:

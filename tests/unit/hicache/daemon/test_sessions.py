@@ -50,6 +50,21 @@ def test_a_session_with_a_reservation_is_not_idle() -> None:
         sessions.get(idle.id)
 
 
+def test_a_silent_client_is_forgotten_soon_but_not_one_that_is_connected() -> None:
+    """Replicas on other hosts that died would count for ten minutes, or quiet ones here map memory anew."""
+    clock = ManualClock()
+    sessions = make(clock)
+    connected, away = sessions.open(Identity("connected")), sessions.open(Identity("away"))
+    sessions.is_attached = {connected.id}.__contains__
+    clock.advance(61.0)
+    sessions.drop_idle()
+    assert sessions.find(connected.id) is connected
+    assert sessions.find(away.id) is None
+    clock.advance(600.0)
+    sessions.drop_idle()
+    assert sessions.find(connected.id) is None
+
+
 def test_a_full_table_makes_room_by_dropping_the_idle_only() -> None:
     """A burst of clients would throw out those at work, or a full table would never recover."""
     clock = ManualClock()
