@@ -190,11 +190,21 @@ REGIONS = (
         _CACHE,
     ),
     Region(
+        "accounts of requests",
+        {"hicache.cache.accounts": ("*",)},
+        (*_CACHE, "tests/unit/hicache/cache/test_accounts.py"),
+    ),
+    Region(
+        "what is told of residency",
+        {"hicache.tree.residency": ("*",), "hicache.cache.events": ("EventLog.*",)},
+        ("tests/stateful/test_residency_histories.py", "tests/unit/hicache/cache/test_events.py"),
+    ),
+    Region(
         "page tables of requests",
         {
             "hicache.cache.tables": ("PageTables.*", "clear_tables"),
             "hicache.cache.cache": (
-                *("HiCache._admit_up_to", "HiCache._start_load", "HiCache._loaded", "HiCache._account"),
+                *("HiCache._admit_up_to", "HiCache._start_load", "HiCache._loaded"),
                 *("HiCache.abort", "HiCache.restart", "HiCache._end", "HiCache._release"),
             ),
         },
