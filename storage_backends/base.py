@@ -27,6 +27,7 @@ class WriteOutcome(enum.Enum):
     EXISTS = "exists"  # already there, or another writer is storing it: nothing to do
     NO_SPACE = "no_space"  # refused; nothing is visible
     FAILED = "failed"  # the store failed; nothing is visible
+    BUSY = "busy"  # commit only: not there, though the store took it; perhaps another writer is in the middle
 
 
 @dataclass(slots=True)

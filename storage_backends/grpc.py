@@ -48,6 +48,7 @@ _OUTCOMES = {
     pb.WRITE_OUTCOME_EXISTS: WriteOutcome.EXISTS,
     pb.WRITE_OUTCOME_NO_SPACE: WriteOutcome.NO_SPACE,
     pb.WRITE_OUTCOME_FAILED: WriteOutcome.FAILED,
+    pb.WRITE_OUTCOME_BUSY: WriteOutcome.BUSY,
 }
 
 

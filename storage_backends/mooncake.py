@@ -418,8 +418,10 @@ def _outcome(code: int) -> WriteOutcome:
         return WriteOutcome.STORED
     if code == NO_SPACE:
         return WriteOutcome.NO_SPACE
-    if code in (0, EXISTS):
-        return WriteOutcome.EXISTS  # put, and not there: another writer is in the middle of it
+    if code == EXISTS:
+        return WriteOutcome.EXISTS
+    if code == 0:
+        return WriteOutcome.BUSY  # put, and not there: another writer is in the middle of it, or died there
     return WriteOutcome.FAILED
 
 

@@ -37,6 +37,7 @@ _OUTCOMES = {
     WriteOutcome.EXISTS: pb.WRITE_OUTCOME_EXISTS,
     WriteOutcome.NO_SPACE: pb.WRITE_OUTCOME_NO_SPACE,
     WriteOutcome.FAILED: pb.WRITE_OUTCOME_FAILED,
+    WriteOutcome.BUSY: pb.WRITE_OUTCOME_BUSY,
 }
 _CHANGES = {
     ChangeKind.STORED: (pb.Change.KIND_STORED, pb.REMOVAL_REASON_UNSPECIFIED),

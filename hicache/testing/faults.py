@@ -64,6 +64,7 @@ class Fault:
     zero: Container[int] = ()  # read: the right size, but all zeros
     refuse: Mapping[int, WriteOutcome] | WriteOutcome | None = None  # begin_write: instead of a reservation
     lose: Container[int] = ()  # commit: FAILED, and nothing is visible
+    busy: Container[int] = ()  # commit: BUSY, and nothing is visible
 
 
 Script = Callable[[Call], Fault | None]
@@ -179,12 +180,11 @@ class FaultyBackend(StorageBackend):
 
     def commit(self, reservations: Sequence[Reservation]) -> list[WriteOutcome]:
         fault = self._enter("commit", [r.key for r in reservations])
-        kept = [i for i in range(len(reservations)) if i not in fault.lose]
-        self.inner.abort([r for i, r in enumerate(reservations) if i in fault.lose])
-        answers = iter(self.inner.commit([reservations[i] for i in kept]))
-        outcomes = [
-            WriteOutcome.FAILED if i in fault.lose else next(answers) for i in range(len(reservations))
-        ]
+        spoiled = {i: WriteOutcome.BUSY for i in range(len(reservations)) if i in fault.busy}
+        spoiled |= {i: WriteOutcome.FAILED for i in range(len(reservations)) if i in fault.lose}
+        self.inner.abort([reservations[i] for i in spoiled])
+        answers = iter(self.inner.commit([r for i, r in enumerate(reservations) if i not in spoiled]))
+        outcomes = [spoiled[i] if i in spoiled else next(answers) for i in range(len(reservations))]
         self._leave(fault)
         return outcomes
 

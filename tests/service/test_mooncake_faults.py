@@ -225,7 +225,7 @@ def test_writing_beside_another_writer_is_not_reported_as_stored(
     assert backend.probe(["shared"]) == b"\x00"
     assert read(backend, ["shared"], PAGE) == [None]
     assert write(backend, {"shared": pattern(PAGE), "mine": pattern(PAGE, 1)}) == {
-        "shared": WriteOutcome.EXISTS,
+        "shared": WriteOutcome.BUSY,
         "mine": WriteOutcome.STORED,
     }
     assert backend.probe(["shared", "mine"]) == b"\x00\x01"

@@ -20,6 +20,7 @@ class WriteOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WRITE_OUTCOME_NO_SPACE: _ClassVar[WriteOutcome]
     WRITE_OUTCOME_FAILED: _ClassVar[WriteOutcome]
     WRITE_OUTCOME_RESERVED: _ClassVar[WriteOutcome]
+    WRITE_OUTCOME_BUSY: _ClassVar[WriteOutcome]
 
 class RemovalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -36,6 +37,7 @@ WRITE_OUTCOME_EXISTS: WriteOutcome
 WRITE_OUTCOME_NO_SPACE: WriteOutcome
 WRITE_OUTCOME_FAILED: WriteOutcome
 WRITE_OUTCOME_RESERVED: WriteOutcome
+WRITE_OUTCOME_BUSY: WriteOutcome
 REMOVAL_REASON_UNSPECIFIED: RemovalReason
 REMOVAL_REASON_EVICTED: RemovalReason
 REMOVAL_REASON_DELETED: RemovalReason

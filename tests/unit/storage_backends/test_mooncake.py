@@ -126,7 +126,7 @@ def test_each_put_has_its_own_outcome(
     store.exist = [1, 0]  # what looking up the two good puts says
     assert backend.commit(held) == [
         WriteOutcome.STORED,
-        WriteOutcome.EXISTS,
+        WriteOutcome.BUSY,
         WriteOutcome.NO_SPACE,
         WriteOutcome.EXISTS,
         WriteOutcome.FAILED,

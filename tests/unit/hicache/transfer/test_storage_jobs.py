@@ -356,3 +356,16 @@ def test_a_component_without_bytes_of_its_own_stores_its_sidecars() -> None:
         assert world.store(REFS, range(8)).flags == b"\x01" * 8
         world.fetch(REFS, range(8, 16))
         assert world.bytes(REFS, range(8, 16)) == before
+
+
+def test_what_a_store_took_and_does_not_have_is_neither_stored_nor_a_failure(
+    world: TransferWorld, store: FaultyBackend
+) -> None:
+    """Beside a writer that then dies, a page would be believed stored, or a healthy store be bypassed."""
+    store.script = scripted(commit=[Fault(busy={1})])
+    done = world.store(REFS, SLOTS)
+    assert (done.flags, done.failed) == (b"\x01\0\x01" + bytes(5), False)
+    assert world.probe(REFS).flags == done.flags
+    assert world.store(REFS, SLOTS).flags == ALL_EIGHT
+    assert world.executor.counters().get("breaker_opened", 0) == 0
+    assert world.executor.storage_answers
