@@ -14,6 +14,7 @@ from hicache.cache.events import EventLog, Sink
 from hicache.cache.jobs import Jobs
 from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch import Prefetcher
+from hicache.cache.sessions import Sessions
 from hicache.cache.stats import CacheStats
 from hicache.cache.tables import PageTables, Running, clear_tables
 from hicache.cache.writing import WriteDown
@@ -65,6 +66,7 @@ class HiCache:
             *(tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats),
             spec,
         )
+        self.sessions = Sessions(tree, config, clock, self.stats)
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight
         self._events: EventLog | None = None
@@ -94,6 +96,7 @@ class HiCache:
     def enqueue(self, request: Request) -> None:
         """Take note of a queued request; starts a prefetch from L3 where that may pay."""
         request.enqueued_at = self.clock.now()
+        self.sessions.enter(request)
         self._prefetcher.start(request)
 
     def ready(self, request: Request) -> bool:
@@ -107,6 +110,7 @@ class HiCache:
     def withdraw(self, request: Request) -> None:
         """Forget a request that is still queued."""
         self._accounts.withdrawn(self._prefetcher.ended(request))
+        self.sessions.leave(request)
 
     # -- admission -----------------------------------------------------------------------------
 
@@ -231,10 +235,17 @@ class HiCache:
     def finish(self, request: Request) -> None:
         """Commit what is whole and let go of the rest."""
         self._commit(request)
+        if request.lease is not None:
+            self.sessions.finished(request, request.lease)
         self._end(request)
+        self.sessions.leave(request)
 
     def abort(self, request: Request) -> None:
         """Let go of a running request at any time; whole computed pages stay in the tree."""
+        self._break_off(request)
+        self.sessions.leave(request)
+
+    def _break_off(self, request: Request) -> None:
         running = self._running[request]
         if not running.moves and not running.spoiled:
             self._commit(request)
@@ -243,7 +254,7 @@ class HiCache:
     def retract(self, request: Request) -> None:
         """Take a running request's pages back so that others can go on; it may be admitted again."""
         self.stats.retracted += 1
-        self.abort(request)
+        self._break_off(request)
 
     def restart(self, request: Request) -> None:
         """Take back a running request whose load has failed; it may be admitted again, and then computes.
@@ -278,6 +289,7 @@ class HiCache:
         ended = self.executor.poll()
         for done in ended:
             self._jobs.close(done)
+        self.sessions.expire()
         self._writing.follow_storage()
         if ended:
             self._writing.catch_up()
@@ -365,6 +377,7 @@ class HiCache:
     def remembered(self) -> dict[str, int]:
         """Entries kept for requests and transfers, by what they are; all 0 when nothing is going on."""
         kept = {"running": len(self._running), "leaving": len(self._leaving), "jobs": len(self._jobs)}
+        kept |= self.sessions.remembered()
         return {**kept, **self._prefetcher.remembered(), **self._writing.remembered()}
 
     def close(self) -> None:

@@ -28,5 +28,6 @@ class CacheStats:
     fetched_pages: Counter[str] = field(default_factory=Counter)  # storage to host, by component
     store_failed_pages: int = 0
     prefetch: Counter[str] = field(default_factory=Counter)  # ended prefetches by reason
+    sessions: Counter[str] = field(default_factory=Counter)  # opened, and ended: closed, expired, displaced
     retracted: int = 0
     failed_loads: int = 0  # host to device; their requests were computed instead

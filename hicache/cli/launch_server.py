@@ -130,6 +130,14 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
     _option(_MEMORY, "radix_eviction_policy", "lru, lfu, slru, priority, fifo, mru, filo, tlru or adaptive."),
     _option(_MEMORY, "radix_eviction_policy_config", "The policy's own options, as JSON or @FILE."),
     _option(
+        _MEMORY,
+        "enable_session_radix_cache",
+        "Evict what open sessions refer to last.  [default: enabled]",
+        is_flag=True,
+        declarations=["--enable-session-radix-cache/--disable-session-radix-cache"],
+    ),
+    _option(_MEMORY, "session_timeout", "Seconds without a request that end a session.", type=float),
+    _option(
         _HICACHE,
         "enable_hierarchical_cache",
         "Keep evicted pages in host memory.",

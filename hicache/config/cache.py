@@ -29,6 +29,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefetch_timeout_max: float = 30.0
     radix_eviction_policy: str = "lru"
     radix_eviction_policy_config: Mapping[str, float] = {}
+    enable_session_radix_cache: bool = True
+    session_timeout: float = 1800.0  # idle; inf: until closed
+    max_sessions: int = 65536  # open at once; beyond it the least recently used idle one ends
     chunked_prefill_size: int = 2048
     mamba_track_interval: int = 256
     mamba_prefill_checkpoints: StateCheckpoints = StateCheckpoints.INTERVAL
@@ -41,7 +44,13 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ceiling_pages: int = 1 << 20  # remembered to tell the hit ceiling; 0: it is not told
 
     def __post_init__(self) -> None:
-        for name in ("prefetch_threshold", "chunked_prefill_size", "mamba_track_interval", "store_attempts"):
+        for name in (
+            "prefetch_threshold",
+            "chunked_prefill_size",
+            "mamba_track_interval",
+            "store_attempts",
+            "max_sessions",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_named(name)} {getattr(self, name)} must be at least 1")
         if self.ceiling_pages < 0:
@@ -49,6 +58,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token", "prefetch_timeout_max"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} {getattr(self, name):g} must be a number of seconds, 0 or more")
+        if not self.session_timeout > 0:
+            raise ConfigError(
+                f"{_named('session_timeout')} {self.session_timeout:g} must be a number of seconds above 0"
+            )
         for name in ("prefetch_host_share", "store_host_share", "clean_reserve_share"):
             if not 0 < getattr(self, name) <= 0.5:
                 raise ConfigError(f"{name} {getattr(self, name):g} must be above 0 and at most 0.5")
@@ -67,6 +80,6 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def _named(name: str) -> str:
-    """Return a setting as it is typed: two of them are flags of every program that has a cache."""
-    flags = ("chunked_prefill_size", "mamba_track_interval")
+    """Return a setting as it is typed: some of them are flags of every program that has a cache."""
+    flags = ("chunked_prefill_size", "mamba_track_interval", "session_timeout")
     return f"--{name.replace('_', '-')}" if name in flags else name

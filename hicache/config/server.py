@@ -80,6 +80,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mamba_track_interval: int = 256
     radix_eviction_policy: str = "lru"
     radix_eviction_policy_config: Mapping[str, float] = {}
+    enable_session_radix_cache: bool = True
+    session_timeout: float = 1800.0
 
     enable_hierarchical_cache: bool = False
     hicache_ratio: float = 2.0
@@ -119,6 +121,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "hicache_storage_prefetch_policy": self.hicache_storage_prefetch_policy,
                 "radix_eviction_policy": self.radix_eviction_policy,
                 "radix_eviction_policy_config": self.radix_eviction_policy_config,
+                "enable_session_radix_cache": self.enable_session_radix_cache,
+                "session_timeout": self.session_timeout,
                 "chunked_prefill_size": self.chunked_prefill_size,
                 "mamba_track_interval": self.mamba_track_interval,
                 **self.cache,

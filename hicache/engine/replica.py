@@ -14,6 +14,7 @@ from typing import Union
 
 import msgspec
 
+from hicache.cache import SessionRefused
 from hicache.engine.reference import ReferenceEngine
 from hicache.engine.scheduler import RequestRefused
 from hicache.errors import BackendError, ConfigError, HiCacheError
@@ -40,6 +41,15 @@ class _Abort(msgspec.Struct, tag="abort", frozen=True):
     rid: str
 
 
+class _OpenSession(msgspec.Struct, tag="open_session", frozen=True):
+    session_id: str
+    timeout_s: float | None
+
+
+class _CloseSession(msgspec.Struct, tag="close_session", frozen=True):
+    session_id: str
+
+
 class _Flush(msgspec.Struct, tag="flush", frozen=True):
     pass
 
@@ -57,7 +67,9 @@ class _Stop(msgspec.Struct, tag="stop", frozen=True):
     pass
 
 
-_Command = Union[_Submit, _Abort, _Flush, _Attach, _Detach, _Stop]  # noqa: UP007 - msgspec reads it at run time
+_Command = Union[  # noqa: UP007 - msgspec reads it at run time
+    _Submit, _Abort, _OpenSession, _CloseSession, _Flush, _Attach, _Detach, _Stop
+]
 
 
 class Replica:
@@ -104,6 +116,14 @@ class Replica:
 
     def abort(self, rid: str) -> None:
         self._say(_Abort(rid))
+
+    def open_session(self, session_id: str, timeout_s: float | None = None) -> None:
+        """Begin a session on all ranks; one that cannot be, or is there, is left out and logged."""
+        self._say(_OpenSession(session_id, timeout_s))
+
+    def close_session(self, session_id: str) -> None:
+        """End a session on all ranks."""
+        self._say(_CloseSession(session_id))
 
     def flush(self) -> None:
         """Drop L1 and L2 on all ranks, once nothing is queued or running."""
@@ -162,6 +182,8 @@ class Replica:
             self._submit(command)
         elif isinstance(command, _Abort):
             self._scheduler.abort(command.rid)
+        elif isinstance(command, (_OpenSession, _CloseSession)):
+            self._meet_session(command)
         elif isinstance(command, _Flush):
             self._scheduler.flush()
         elif isinstance(command, _Attach):
@@ -186,6 +208,16 @@ class Replica:
             self._scheduler.submit(request)
         except RequestRefused as error:
             self._refused(request.rid, error)
+
+    def _meet_session(self, command: _OpenSession | _CloseSession) -> None:
+        sessions = self._scheduler.cache.sessions
+        try:
+            if isinstance(command, _OpenSession):
+                sessions.open(command.session_id, command.timeout_s)
+            else:
+                sessions.close(command.session_id)
+        except SessionRefused as error:
+            logger.warning("%s", error)
 
     def _attach(self, command: _Attach) -> None:
         """Open the store here; use it only if every rank could. A failure leaves everything as it was."""

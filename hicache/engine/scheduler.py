@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hicache.cache import HiCache
+from hicache.cache.sessions import SessionRefused, check_id
 from hicache.errors import HiCacheError, LoadFailed
 from hicache.request import Request
 
@@ -91,6 +92,11 @@ class Scheduler:
                 f"{len(request.tokens)} prompt tokens + {request.max_new_tokens} new tokens = {total} exceed "
                 f"the limit of {self._limit} tokens (the context length, or what L1 can hold)"
             )
+        if request.session_id is not None:
+            try:
+                check_id(request.session_id)
+            except SessionRefused as error:
+                raise RequestRefused(str(error)) from None
         if request.rid in self._rids:
             raise RequestRefused(f"request id {request.rid!r} is in use")
         self._rids.add(request.rid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from hicache.cache import SessionRefused
 from hicache.engine.scheduler import RequestRefused
 from hicache.errors import BackendError, ConfigError
 from hicache.request import Request as CacheRequest
@@ -63,6 +65,8 @@ def create_app(service: Service) -> Starlette:
         ("/server_info", ["GET"], server_info),
         ("/flush_cache", both, flush_cache),
         ("/abort_request", ["POST"], abort_request),
+        ("/open_session", both, open_session),
+        ("/close_session", both, close_session),
         ("/hicache/storage-backend", ["GET"], storage_status),
         ("/hicache/storage-backend", ["PUT"], storage_attach),
         ("/hicache/storage-backend", ["DELETE"], storage_detach),
@@ -82,7 +86,7 @@ async def _guarded(
     """Turn what handlers raise on purpose into statuses; anything else is a bug and is logged as one."""
     try:
         return await handler(service, request)
-    except (BadRequest, RequestRefused, StorageRefused, ConfigError) as error:
+    except (BadRequest, RequestRefused, SessionRefused, StorageRefused, ConfigError) as error:
         return _error(400, error)
     except (EngineStopped, BackendError) as error:
         return _error(503, error)
@@ -209,6 +213,35 @@ async def abort_request(service: Service, request: Request) -> Response:
         raise BadRequest("rid: name the request to end")
     found = await asyncio.wrap_future(service.engine.abort(rid))
     return _json({"rid": rid, "aborted": found})
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+async def open_session(service: Service, request: Request) -> Response:
+    """POST /open_session {"session_id", "timeout"}, both optional: begin a session, and answer its id."""
+    fields = await _fields(request, {"capacity_of_str_len", "session_id", "streaming", "timeout"})
+    session_id = fields.get("session_id")
+    if session_id is None:
+        session_id = uuid.uuid4().hex
+    timeout = fields.get("timeout")
+    if not isinstance(session_id, str):
+        raise BadRequest("session_id: give a text, or leave it out to be given one")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | None):
+        raise BadRequest(f"timeout={timeout!r}: give seconds, or leave it out")
+    if fields.get("streaming"):
+        raise BadRequest("streaming sessions are not supported; leave streaming out")
+    await asyncio.wrap_future(service.engine.call(lambda s: s.cache.sessions.open(session_id, timeout)))
+    return _json(session_id)
+
+
+async def close_session(service: Service, request: Request) -> Response:
+    """POST /close_session {"session_id"}: end a session; an unknown one is no error, as with SGLang."""
+    session_id = (await _fields(request, {"session_id"})).get("session_id")
+    if not isinstance(session_id, str):
+        raise BadRequest("session_id: name the session to close")
+    found = await asyncio.wrap_future(service.engine.call(lambda s: s.cache.sessions.close(session_id)))
+    return _json({"session_id": session_id, "closed": found})
 
 
 # -- looking ---------------------------------------------------------------------------------------

@@ -117,6 +117,9 @@ def _requests(scheduler: Scheduler) -> Iterable[Sample]:
     rate = cached / stats.prompt_tokens if stats.prompt_tokens else 0.0
     yield _gauge("sglang:cache_hit_rate", "Cached / prompt tokens since the start", rate)
     yield from _accounts(stats)
+    yield _gauge("hicache_open_sessions", "Sessions that pages are kept for", len(scheduler.cache.sessions))
+    for event, number in sorted(stats.sessions.items()):
+        yield _count("hicache_sessions", "Sessions opened, closed, expired, displaced", number, event=event)
     yield _count("hicache_retracted_requests", "Running requests sent back to the queue", stats.retracted)
 
 

@@ -409,8 +409,8 @@ class Oracle:
         if (demoted, lost) != (outcome.demoted, outcome.lost):
             raise InvariantViolation(f"demoted and lost {outcome.demoted, outcome.lost}, not {demoted, lost}")
 
-    def _key(self, component: Component, stats: Stats, page: Page) -> object:
-        return self.policies[component].key(stats, (page.depth - 1) * self.rules.page_size)
+    def _state_key(self, page: Page) -> object:
+        return self.policies[MAMBA].key(page.state_stats, (page.depth - 1) * self.rules.page_size)
 
     def next_full(self, tier: Tier) -> Page:
         """The unprotected tail that the policy puts first."""
@@ -426,10 +426,7 @@ class Oracle:
         if len(given) != wanted or len(set(given)) != wanted or not set(given) <= set(free):
             raise InvariantViolation(f"{component.name} {list(given)} went; {wanted} of {sorted(free)} could")
         if component is MAMBA:
-            keys = {
-                slot: (self.sessions.state_refs(page), self._key(MAMBA, page.state_stats, page))
-                for slot, page in free.items()
-            }
+            keys = {slot: (self.sessions.state_refs(p), self._state_key(p)) for slot, p in free.items()}
             best = sorted(keys.values())[:wanted]
             if sorted(keys[slot] for slot in given) != best:
                 raise InvariantViolation(f"states {list(given)} went before colder ones")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hicache.build import TierSizes, build_cache
-from hicache.cache import HiCache
+from hicache.cache import HiCache, SessionRefused
 from hicache.cache.accounts import check_request, check_stats
 from hicache.clock import ManualClock
 from hicache.config.cache import CacheConfig, StateCheckpoints
@@ -32,6 +32,7 @@ from hicache.types import Component, PrefetchPolicy, Tier, WritePolicy
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
 SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
 SCOPES = [b"", b"", b"s" * 32]
+SESSIONS = ["a", "b", "\0", "\u00e9", "b" * 1024]
 TIMEOUT_MAX = 0.05  # s
 FAULTS = [
     Faults(),
@@ -73,6 +74,7 @@ class World:
     seen: list[Request] = field(default_factory=list)
     finished: int = 0
     aborted: int = 0
+    refused_sessions: int = 0  # opened twice, or switched off
     storage_lost: bool = False
     detached: dict[ObjectRef, Identity] | None = None  # what the detached storage holds
     held_back: dict[Request, float] = field(default_factory=dict)  # since when ready() has said no
@@ -119,6 +121,9 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
         mamba_track_interval=8 * page,
         mamba_prefill_checkpoints=rng.choice(list(StateCheckpoints)),
         store_host_share=rng.choice([0.1, 0.25, 0.5]),
+        enable_session_radix_cache=rng.random() < 0.9,
+        session_timeout=rng.choice([0.05, 1.0, float("inf")]),
+        max_sessions=rng.choice([1, 3, 8]),
     )
     clock, faults = ManualClock(), rng.choice(FAULTS)
     own = rng if collective is None else random.Random(f"{seed}/{collective.rank}")
@@ -165,14 +170,14 @@ def act(world: World) -> None:
     elif action < 0.28:
         if world.live:
             _abort(world)
-    elif action < 0.29:
-        scheduler.flush()
     elif action < 0.30:
-        world.cache.flush()  # with anything in flight
+        (scheduler if action < 0.29 else world.cache).flush()  # the second with anything in flight
     elif action < 0.31:
         world.cache.release_queued()
     elif action < 0.31 + world.trouble:
         _trouble_storage(world)
+    elif action > 0.97:
+        _meet_sessions(world)
     elif not scheduler.step():
         scheduler.wait(rng.choice([0.01, 0.1]))
 
@@ -185,6 +190,7 @@ def _submit(world: World) -> None:
         return
     new = make_request(rid, next_prompt(world), rng.randint(1, 12), scope=rng.choice(SCOPES))
     new.priority = rng.randrange(3)
+    new.session_id = rng.choice([None, *SESSIONS])
     world.scheduler.submit(new)
     world.live[rid] = new
     world.seen.append(new)
@@ -196,6 +202,19 @@ def _abort(world: World) -> None:
         raise InvariantViolation(f"{rid} is neither queued nor running, and has not ended")
     del world.live[rid]
     world.aborted += 1
+
+
+def _meet_sessions(world: World) -> None:
+    """A session is opened, or closed (perhaps again, perhaps with requests and transfers under way)."""
+    rng, sessions = world.rng, world.cache.sessions
+    session_id = rng.choice([*SESSIONS, "never used"])
+    try:
+        if rng.random() < 0.3:
+            sessions.open(session_id, rng.choice([None, 0.01, 0.5]))
+        elif sessions.close(session_id) and sessions.close(session_id):
+            raise InvariantViolation(f"session {session_id!a} could be closed twice")
+    except SessionRefused:
+        world.refused_sessions += 1
 
 
 def _trouble_storage(world: World) -> None:
@@ -267,6 +286,26 @@ def check_storage(world: World) -> None:
             raise InvariantViolation(f"object {ref} is stored without its ancestors")
 
 
+def check_sessions(world: World) -> None:
+    """What is opened ends once; no session outlives its time-out; closing all leaves no reference."""
+    cache, counts = world.cache, world.cache.stats.sessions
+    ended = counts["closed"] + counts["expired"] + counts["displaced"]
+    if counts["opened"] != ended + len(cache.sessions) or len(cache.sessions) > cache.config.max_sessions:
+        raise InvariantViolation(f"{len(cache.sessions)} sessions are open, counted {dict(counts)}")
+    if world.rng.random() < 0.5 and cache.config.session_timeout < float("inf"):
+        world.clock.advance(cache.config.session_timeout + 1.0)
+        cache.tick()
+        if len(cache.sessions):
+            raise InvariantViolation(f"{len(cache.sessions)} idle sessions outlive their time-out")
+    for session_id in SESSIONS if cache.sessions.enabled else ():
+        cache.sessions.close(session_id)
+    cache.check_integrity()
+    for request in world.seen:
+        found = cache.tree.match(request.scope, request.tokens, len(request.tokens))
+        if any(cache.tree.references(found)):
+            raise InvariantViolation(f"pages of {request.rid} are referred to by sessions that are over")
+
+
 def check_quiet(world: World) -> None:
     """Nothing is in flight, locked, or remembered; everything can be dropped."""
     cache = world.cache
@@ -279,6 +318,7 @@ def check_quiet(world: World) -> None:
         raise InvariantViolation(f"{cache.in_flight} jobs in flight; remembered: {remembered}")
     check_stats(stats)
     check_storage(world)
+    check_sessions(world)
     if not cache.flush():
         raise InvariantViolation("a quiet cache could not be dropped")
     for tier, component in cache.pools.kinds:
