@@ -18,6 +18,7 @@ _COMMANDS = {
     "plan": ("hicache.cli.plan:plan", "Plan memory: the pool split of models with sliding windows."),
     "replay": ("hicache.cli.replay:replay", "Replay a recorded trace against given tier sizes."),
     "sglang-flags": ("hicache.cli.sglang_flags:sglang_flags", "The command that starts SGLang with our L3."),
+    "verify": ("hicache.cli.verify:verify", "Whether two servers give the same tokens."),
     "hit-rate": ("hicache.cli.hit_rate:hit_rate", "Hit rate per round from logs or a server's metrics."),
 }
 
