@@ -1,7 +1,7 @@
 """Change the code in one place, run the tests that must notice, and say which changes nobody noticed.
 
-Works on a snapshot of the project, so files may be edited meanwhile. Each mutant lives in a forked
-process of its own, which finds the changed module in memory; the parent holds what is slow to import.
+Works on a snapshot of the project, so files may be edited meanwhile. One process for each region collects
+its tests; each mutant lives in a fork of that.
 """
 
 from __future__ import annotations
@@ -13,24 +13,19 @@ import importlib
 import json
 import os
 import re
-import resource
-import select
 import shutil
-import signal
 import sys
 import tempfile
-import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType
 
-import pytest
+from inside import MutantLoop, Result, first_failure, in_fork, run_region, where
 from regions import NOT_MEANT, REGIONS, Region
 
 from hicache.testing.mutation import Mutant, find_mutants, functions, mutate
@@ -39,60 +34,25 @@ ROOT = Path(__file__).parents[2]
 REGIONS_FILE = "tests/mutation/regions.py"
 SURVIVORS = Path(__file__).with_name("SURVIVORS.md")
 CARRIED = ("hicache", "tiers", "storage_backends", "tests", "proto", "deploy", "pyproject.toml")
-ELSEWHERE = {"hicache.tiers": "tiers", "hicache.storage_backends": "storage_backends"}
-PRELOADED = (
-    "numpy",
-    "torch",
-    "xxhash",
-    "hypothesis",
-    "msgspec",
-    "prometheus_client",
-)
+PRELOADED = ("numpy", "torch", "xxhash", "hypothesis", "msgspec", "prometheus_client")
 # Smaller random histories: a mutant that needs the large ones is one that `make test` might miss as well.
-ENVIRONMENT = {
-    "HICACHE_HISTORY_OPS": "24000",
-    "HICACHE_HISTORIES": "16",
-    "OMP_NUM_THREADS": "1",
-}
-TEST_SECONDS = 20  # of one test, before it counts as hanging
+ENVIRONMENT = {"HICACHE_HISTORY_OPS": "24000", "OMP_NUM_THREADS": "1"}
 OPTIONS = (
-    *("-x", "-q", f"--timeout={TEST_SECONDS}", "-m", "not thorough", "--rootdir=."),
+    *(
+        "-q",
+        "--timeout=20",
+        "-m",
+        "not thorough",
+        "--rootdir=.",
+        "--capture=no",
+        "--no-header",
+        "--no-summary",
+    ),
     *("-p", "no:cacheprovider", "-p", "no:xdist"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # what is imported before the fork
 )
-MEMORY_BYTES = 8 << 30  # a mutant that loops may also allocate
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What became of a mutant. `by` is the test that noticed."""
-
-    name: str
-    region: str
-    line: int
-    status: str  # killed, survived, timed out
-    by: str
-    seconds: float
-
-
-class SnapshotFinder(MetaPathFinder):
-    """Finds hicache in a snapshot, and one of its modules in memory."""
-
-    def __init__(self, snapshot: Path, module: str, tree: ast.Module | None) -> None:
-        self._snapshot, self._module, self._tree = snapshot, module, tree
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        if fullname.partition(".")[0] != "hicache":
-            return None
-        file = source_file(self._snapshot, fullname)
-        if not file.exists():
-            return None
-        tree = self._tree if fullname == self._module else None
-        loader = (
-            SourceFileLoader(fullname, str(file)) if tree is None else MutantLoader(fullname, str(file), tree)
-        )
-        folder = [str(file.parent)] if file.name == "__init__.py" else None
-        return spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folder)
+AFRESH_S = 300.0
+STATUSES = ("killed", "timed out", "survived")
 
 
 class MutantLoader(SourceFileLoader):
@@ -103,33 +63,26 @@ class MutantLoader(SourceFileLoader):
         self._tree = tree
 
     def get_code(self, fullname: str) -> CodeType:
-        return compile(self._tree, self.path, "exec")  # type: ignore[no-any-return]
+        return compile(self._tree, self.path, "exec")
 
 
-class FirstFailure:
-    """A pytest plugin that remembers what failed first."""
+class SnapshotFinder(MetaPathFinder):
+    """Finds hicache in a snapshot, and a module that has a mutant in memory."""
 
-    def __init__(self) -> None:
-        self.name = ""
+    def __init__(self, snapshot: Path, mutant: Mutant | None = None) -> None:
+        self._snapshot, self._mutant = snapshot, mutant
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.name = self.name or report.nodeid
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.name = self.name or f"import of {report.nodeid}"
-
-
-def source_file(root: Path, module: str) -> Path:
-    """Return the file of a module in a tree laid out as the repository is."""
-    for package, folder in ELSEWHERE.items():
-        if f"{module}.".startswith(f"{package}."):
-            base = root.joinpath(folder, *module.split(".")[len(package.split(".")) :])
-            break
-    else:
-        base = root.joinpath(*module.split("."))
-    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "hicache":
+            return None
+        file = where(self._snapshot, fullname)
+        if not file.exists():
+            return None
+        folder = [str(file.parent)] if file.name == "__init__.py" else None
+        loader = SourceFileLoader(fullname, str(file))
+        if self._mutant is not None and self._mutant.module == fullname:
+            loader = MutantLoader(fullname, str(file), mutate(file.read_text(), self._mutant))
+        return spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=folder)
 
 
 def named(source: str, patterns: Sequence[str]) -> Iterator[str]:
@@ -149,78 +102,13 @@ def list_mutants(root: Path, region: Region, share: float, seed: int) -> list[Mu
     """Return a share of a region's mutants, drawn by name: edits elsewhere do not change the draw."""
     chosen = []
     for module, patterns in region.functions.items():
-        source = source_file(root, module).read_text()
+        source = where(root, module).read_text()
         for function in named(source, patterns):
             for mutant in find_mutants(module, source, function):
                 draw = hashlib.sha256(f"{seed} {mutant.name}".encode()).digest()
                 if int.from_bytes(draw[:4], "big") < share * 2**32:
                     chosen.append(mutant)
     return chosen
-
-
-def run_tests(snapshot: Path, mutant: Mutant | None, tests: Sequence[str], limit_s: float) -> tuple[str, str]:
-    """Run tests in a process of their own, up to the first failure; return a status and what failed."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(receive)
-        _be_tested(snapshot, mutant, tests, send)
-    os.close(send)
-    answer = b""
-    until = time.monotonic() + limit_s
-    with os.fdopen(receive, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
-            piece = pipe.read(65536)
-            if not piece:
-                break
-            answer += piece
-        else:
-            answer = b'["timed out", ""]'
-    with _ignored(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    status, name = json.loads(answer or b'["killed", "the process crashed"]')
-    return status, name
-
-
-def _be_tested(snapshot: Path, mutant: Mutant | None, tests: Sequence[str], send: int) -> None:
-    """Become the process that runs tests; does not return."""
-    try:
-        os.setsid()
-        if mutant is not None:
-            quiet = os.open(os.devnull, os.O_RDWR)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        os.chdir(snapshot)
-        os.environ.update(ENVIRONMENT)
-        tree = None
-        if mutant is not None:
-            tree = mutate(source_file(snapshot, mutant.module).read_text(), mutant)
-        for name in [n for n in sys.modules if n.partition(".")[0] == "hicache"]:
-            del sys.modules[name]
-        sys.meta_path.insert(0, SnapshotFinder(snapshot, mutant.module if mutant is not None else "", tree))
-        first = FirstFailure()
-        code = pytest.main([*OPTIONS, *tests], plugins=[first])
-        status = {0: "survived", 4: "no such test", 5: "no such test"}.get(int(code), "killed")
-        os.write(send, json.dumps([status, first.name]).encode())
-    except BaseException:  # noqa: BLE001  # whatever it is, the process ends here
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
-class _ignored:
-    """contextlib.suppress without an import of its own in a forked process."""
-
-    def __init__(self, *errors: type[BaseException]) -> None:
-        self._errors = errors
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
-        return kind is not None and issubclass(kind, self._errors)
 
 
 def take_snapshot(target: Path) -> str:
@@ -237,24 +125,98 @@ def take_snapshot(target: Path) -> str:
     return digest.hexdigest()
 
 
-def check_region(snapshot: Path, region: Region) -> float:
-    """Return how long a region's tests take on the code as it is. Raises SystemExit unless they pass."""
-    started = time.monotonic()
-    status, name = run_tests(snapshot, None, region.tests, 900)
-    if status != "survived":
-        sys.exit(f"{region.name}: the tests do not pass on the code as it is: {status} {name}")
-    return time.monotonic() - started
+class Results:
+    """Results on disk, kept as they come; those of other code are hints only."""
+
+    def __init__(self, file: Path, snapshot: str) -> None:
+        self._file, self._snapshot = file, snapshot
+        before = json.loads(file.read_text()) if file.exists() else {"snapshot": "", "results": []}
+        self._all = {one["name"]: Result(**one) for one in before["results"]}
+        self._known = set(self._all) if before["snapshot"] == snapshot else set()
+
+    def of(self, mutant: Mutant) -> Result | None:
+        return self._all[mutant.name] if mutant.name in self._known else None
+
+    def hints(self, mutants: Sequence[Mutant]) -> dict[str, str]:
+        return {m.name: self._all[m.name].by for m in mutants if m.name in self._all}
+
+    def keep(self, result: Result) -> None:
+        self._all[result.name] = result
+        self._known.add(result.name)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._file.with_suffix(".partial")
+        text = {"snapshot": self._snapshot, "results": [asdict(one) for one in self._all.values()]}
+        partial.write_text(json.dumps(text, indent=1))
+        partial.replace(self._file)
 
 
-def try_mutant(snapshot: Path, region: Region, mutant: Mutant, hint: str, limit_s: float) -> Result:
-    """Run the test that noticed a mutant before, then all of its region's."""
-    started = time.monotonic()
-    status, name = "", ""
-    if "::" in hint:
-        status, name = run_tests(snapshot, mutant, [hint], limit_s)
-    if status != "killed":
-        status, name = run_tests(snapshot, mutant, region.tests, limit_s)
-    return Result(mutant.name, region.name, mutant.line, status, name, round(time.monotonic() - started, 1))
+def try_region(snapshot: Path, region: Region, mutants: Sequence[Mutant], results: Results) -> str:
+    """Try the mutants of a region in a process of its own; return what went wrong with its tests."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(receive)
+        _be_region(snapshot, region, mutants, results.hints(mutants), send)
+    os.close(send)
+    wrong = "its process crashed"
+    by_name = {mutant.name: mutant for mutant in mutants}
+    with os.fdopen(receive, encoding="utf-8") as pipe:
+        for line in pipe:
+            told = json.loads(line)
+            if isinstance(told, str):
+                wrong = told
+                continue
+            result = Result(**told)
+            if result.status == "unsure":
+                result = _try_afresh(snapshot, region, by_name[result.name], result)
+            results.keep(result)
+            row = f"{result.seconds:6.2f} s {result.tests:4} tests  {result.status:9}"
+            sys.stdout.write(f"{row} {result.name}  {result.by}\n")
+            sys.stdout.flush()
+    os.waitpid(child, 0)
+    return wrong
+
+
+def _try_afresh(snapshot: Path, region: Region, mutant: Mutant, result: Result) -> Result:
+    """Import the program and collect the tests under the mutant."""
+
+    def test() -> str:
+        _enter(snapshot, mutant)
+        return first_failure(OPTIONS, region.tests)
+
+    status, name = in_fork(test, AFRESH_S)
+    if status == "ended":
+        status = "killed" if name else "survived"
+    return replace(result, status=status, by=str(name))
+
+
+def _enter(snapshot: Path, mutant: Mutant | None = None) -> None:
+    """Let this process find the program in the snapshot, and nothing that was imported before."""
+    os.chdir(snapshot)
+    os.environ.update(ENVIRONMENT)
+    for name in [n for n in sys.modules if n.partition(".")[0] == "hicache"]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, SnapshotFinder(snapshot, mutant))
+
+
+def _be_region(
+    snapshot: Path, region: Region, mutants: Sequence[Mutant], hints: dict[str, str], send: int
+) -> None:
+    """Become the process of a region; does not return."""
+
+    def tell(what: object) -> None:
+        os.write(send, json.dumps(what).encode() + b"\n")
+
+    _enter(snapshot)
+    files = {m.module: where(snapshot, m.module) for m in mutants}
+    sources = [(m, str(files[m.module]), files[m.module].read_text()) for m in mutants]
+    loop = MutantLoop(region.name, sources, hints, lambda result: tell(asdict(result)))
+    wrong = "its tests could not be run"
+    try:
+        wrong = run_region(OPTIONS, region.tests, loop)
+    finally:
+        tell(wrong)
+        os._exit(0)
 
 
 def explained() -> set[str]:
@@ -269,9 +231,7 @@ def report(results: Sequence[Result], *, whole: bool) -> int:
     counts = Counter((r.region, r.status) for r in results)
     out(f"\n{'region':42} {'mutants':>8} {'killed':>8} {'timed out':>10} {'survived':>9}\n")
     for name in [*dict.fromkeys(r.region for r in results), ""]:
-        row = [
-            sum(n for (r, s), n in counts.items() if name in ("", r) and s == status) for status in STATUSES
-        ]
+        row = [sum(n for (r, s), n in counts.items() if name in ("", r) and s == one) for one in STATUSES]
         out(f"{name or 'all':42} {sum(row):8} {row[0]:8} {row[1]:10} {row[2]:9}\n")
     harmless = explained()
     survivors = [r for r in results if r.status == "survived"]
@@ -284,80 +244,36 @@ def report(results: Sequence[Result], *, whole: bool) -> int:
     return 1 if unexplained or stale else 0
 
 
-STATUSES = ("killed", "timed out", "survived")
-
-
 def main() -> int:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = arguments.add_argument
-    add("--share", type=float, default=0.25, help="share of all mutants to try (0.25)")
+    add("--share", type=float, default=0.2, help="share of all mutants to try (0.2)")
     add("--seed", type=int, default=1, help="which share (1)")
-    add(
-        "--region", action="append", default=[], help="only regions whose name contains this; may be repeated"
-    )
+    add("--region", action="append", default=[], help="only regions with this in their name; may be repeated")
     add("--only", default="", help="only mutants with this in their name")
-    add(
-        "--json", type=Path, default=ROOT / "out/mutants.json", help="results; a run that was stopped goes on"
-    )
+    add("--json", type=Path, default=ROOT / "out/mutants.json", help="results, to go on from")
     add("--list", action="store_true", help="list the mutants and try none")
     given = arguments.parse_args()
     regions = [r for r in REGIONS if not given.region or any(part in r.name for part in given.region)]
     with tempfile.TemporaryDirectory(prefix="hicache-mutants-") as folder:
         snapshot = Path(folder)
-        digest = take_snapshot(snapshot)
-        plan = [
-            (
-                region,
-                [m for m in list_mutants(snapshot, region, given.share, given.seed) if given.only in m.name],
-            )
-            for region in regions
-        ]
-        if given.list:
-            sys.stdout.writelines(f"{region.name}: {m.name}\n" for region, mutants in plan for m in mutants)
-            return 0
-        results = _try_all(snapshot, digest, plan, given.json)
-    return report(results, whole=not given.region and not given.only)
-
-
-def _try_all(
-    snapshot: Path, digest: str, plan: Sequence[tuple[Region, Sequence[Mutant]]], kept: Path
-) -> list[Result]:
-    """Try every mutant that the kept results do not tell of, and keep the results as they come."""
-    for name in PRELOADED:
-        importlib.import_module(name)
-    before = json.loads(kept.read_text()) if kept.exists() else {"results": []}
-    known = {r["name"]: Result(**r) for r in before["results"]}
-    current = before.get("snapshot") == digest
-    results: list[Result] = []
-    total = sum(len(mutants) for _, mutants in plan)
-    for region, mutants in plan:
-        seconds = 0.0
-        for mutant in mutants:
-            old = known.get(mutant.name)
-            if old is not None and current:
-                results.append(old)
+        results = Results(given.json, take_snapshot(snapshot))
+        done: list[Result] = []
+        for region in regions:
+            drawn = list_mutants(snapshot, region, given.share, given.seed)
+            mutants = [m for m in drawn if given.only in m.name]
+            if given.list:
+                sys.stdout.writelines(f"{region.name}: {m.name}\n" for m in mutants)
                 continue
-            seconds = seconds or check_region(snapshot, region)
-            hint = old.by if old is not None else ""
-            results.append(try_mutant(snapshot, region, mutant, hint, max(60.0, 6 * seconds)))
-            last = results[-1]
-            sys.stdout.write(
-                f"{len(results)}/{total} {last.seconds:5.1f} s {last.status:9} {last.name}  {last.by[-90:]}\n"
-            )
-            sys.stdout.flush()
-            _keep(
-                kept, digest, [*results, *(r for n, r in known.items() if n not in {x.name for x in results})]
-            )
-    return results
-
-
-def _keep(kept: Path, digest: str, results: Sequence[Result]) -> None:
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_suffix(".partial")
-    partial.write_text(json.dumps({"snapshot": digest, "results": [asdict(r) for r in results]}, indent=1))
-    partial.replace(kept)
+            for name in PRELOADED:
+                importlib.import_module(name)
+            new = [m for m in mutants if results.of(m) is None]
+            wrong = try_region(snapshot, region, new, results) if new else ""
+            if wrong:
+                sys.stderr.write(f"{region.name}: {wrong}\n")
+                return 2
+            done += [found for m in mutants if (found := results.of(m)) is not None]
+    return 0 if given.list else report(done, whole=not given.region and not given.only)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,264 @@
+"""One event at every point where a transfer is in flight, and every order of two acknowledgements.
+
+The points of a read are between any two of its objects. The ledger knows what each slot holds, so a page that
+is given away, overwritten or published too early ends a test where it happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from hicache.testing.scripted_cache import FULL, MAMBA, SWA, ScriptedCache, tokens
+from hicache.transfer.base import JobId, JobKind
+from hicache.types import Component, PrefetchPolicy, Tier
+
+SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
+PROMPT = tokens(33)  # eight pages and a token
+PAGES = 8
+FORKED = PROMPT[:20] + tokens(13, seed=3)  # five pages of it, then its own
+Event = Callable[[ScriptedCache], None]
+
+
+# -- transfers -----------------------------------------------------------------------------------
+
+
+def write(bed: ScriptedCache, rid: str, prompt: Sequence[int]) -> None:
+    """It is computed, and on its way to the host."""
+    bed.begin(rid, prompt)  # type: ignore[arg-type]
+    bed.step(2)
+
+
+def store(bed: ScriptedCache, rid: str, prompt: Sequence[int]) -> None:
+    """It is on the host, and on its way to storage."""
+    write(bed, rid, prompt)
+    for job in bed.executor.open_jobs(JobKind.WRITE):
+        bed.end(job)
+
+
+def fetch(bed: ScriptedCache, rid: str, prompt: Sequence[int]) -> None:
+    """It is queued, and on its way from storage."""
+    bed.begin(rid, prompt)  # type: ignore[arg-type]
+
+
+def load(bed: ScriptedCache, rid: str, prompt: Sequence[int]) -> None:
+    """It is admitted, and on its way from the host."""
+    request = bed.begin(rid, prompt)  # type: ignore[arg-type]
+    assert bed.cache.admit(request)
+    bed.scheduler._waiting.remove(request)
+    bed.scheduler._running.append(request)
+
+
+STARTS = {JobKind.WRITE: write, JobKind.STORE: store, JobKind.FETCH: fetch, JobKind.LOAD: load}
+
+
+def prepared(kinds: Sequence[Component], *transfers: tuple[JobKind, Sequence[int]]) -> ScriptedCache:
+    """A cache in which each prompt lies where its transfer begins."""
+    bed = ScriptedCache(kinds, hicache_storage_prefetch_policy=PrefetchPolicy.WAIT_COMPLETE)
+    for kind, prompt in sorted(transfers, key=lambda t: t[0] is JobKind.LOAD):
+        if kind is JobKind.FETCH:
+            bed.store_only(prompt)  # type: ignore[arg-type]
+        elif kind is JobKind.LOAD:
+            bed.run("warm", prompt)  # type: ignore[arg-type]
+            evict(Tier.DEVICE, *reversed(kinds))(bed)
+    return bed
+
+
+def points(kinds: Sequence[Component]) -> Iterator[tuple[JobKind, int]]:
+    """Every transfer, a read also with each number of its objects read."""
+    for kind in STARTS:
+        bed = prepared(kinds, (kind, PROMPT))
+        STARTS[kind](bed, "r", PROMPT)
+        count = len(bed.executor.refs(bed.open(kind))) if kind is JobKind.FETCH else 0
+        yield from ((kind, done) for done in range(count + 1))
+
+
+def at_point(kinds: Sequence[Component], kind: JobKind, done: int) -> tuple[ScriptedCache, JobId]:
+    bed = prepared(kinds, (kind, PROMPT))
+    STARTS[kind](bed, "r", PROMPT)
+    job = bed.open(kind)
+    if done:
+        bed.executor.read(job, done)
+    return bed, job
+
+
+# -- events --------------------------------------------------------------------------------------
+
+
+def split(at: int) -> Event:
+    def act(bed: ScriptedCache) -> None:
+        bed.begin("other", PROMPT[: at * 4] + tokens(9, seed=50 + at))
+        bed.step(2)
+
+    return act
+
+
+def evict(tier: Tier, *components: Component) -> Event:
+    """Somebody needs all the memory there is of these components."""
+
+    def act(bed: ScriptedCache) -> None:
+        for component in components:
+            tree, pools = bed.cache.tree, bed.cache.pools
+            pools.free_all(tree.evict(tier, component, tree.resident(tier, component)).freed)
+            if (tier, component) == (Tier.HOST, FULL):
+                pools.free(tier, FULL, tree.reclaim_duplicates(100))
+
+    return act
+
+
+def lose_objects(keep: int) -> Event:
+    """Storage forgets all but the first objects."""
+
+    def act(bed: ScriptedCache) -> None:
+        bed.lose(list(bed.executor.storage or ())[keep:])
+
+    return act
+
+
+def reattach(bed: ScriptedCache) -> None:
+    held = bed.executor.storage or {}
+    bed.executor.detach()
+    bed.executor.attach(held)
+
+
+def detach(bed: ScriptedCache) -> None:
+    bed.executor.detach()
+    bed.cache.tick()
+
+
+def twin(bed: ScriptedCache) -> None:
+    """The same prompt comes again."""
+    bed.begin("twin", PROMPT)
+    bed.step(2)
+
+
+def refill(bed: ScriptedCache) -> None:
+    """Whatever is free is written over by somebody else's pages."""
+    bed.begin("other", tokens(101, seed=7))
+    bed.step(5)
+
+
+def events(kinds: Sequence[Component]) -> dict[str, Event]:
+    found: dict[str, Event] = {f"split at {at}": split(at) for at in range(1, PAGES)}
+    for tier, component in itertools.product((Tier.DEVICE, Tier.HOST), kinds):
+        found[f"evict {component.name} from {tier.name}"] = evict(tier, component)
+    return found | {
+        "abort": lambda bed: bool(bed.scheduler.abort("r")) and None,
+        "flush": lambda bed: bool(bed.cache.flush()) and None,
+        "clear storage": lose_objects(0),
+        "lose the tail of storage": lose_objects(3),
+        "storage starts anew": lambda bed: bed.executor.lose_storage(),
+        "attach again": reattach,
+        "detach": detach,
+        "same prompt": twin,
+        "let go of the queued": lambda bed: bool(bed.cache.release_queued()) and None,
+        "refill": refill,
+    }
+
+
+# -- tests ---------------------------------------------------------------------------------------
+
+
+def end_in_every_way(bed: ScriptedCache, job: JobId, way: str) -> None:
+    """Let a transfer end, if the event has not ended it."""
+    if bed.executor.is_open(job):
+        bed.end(job, failed=way == "failed", upto=int(way) if way.isdigit() else None)
+
+
+def come_to_rest(bed: ScriptedCache) -> None:
+    """Everything ends, the prompts are served once more, and nothing is left."""
+    bed.drain()
+    for rid, prompt in (("after", PROMPT), ("behind", FORKED)):
+        request = bed.run(rid, prompt)
+        assert request.cached.cached + request.cached.computed == len(prompt)
+    bed.check_quiet()
+
+
+def check_events(kinds: tuple[Component, ...], names: Sequence[str], ways: Sequence[str]) -> None:
+    for (kind, done), name, way in itertools.product(list(points(kinds)), names, ways):
+        bed, job = at_point(kinds, kind, done)
+        try:
+            events(kinds)[name](bed)
+            bed.cache.check_integrity()
+            end_in_every_way(bed, job, way)
+            come_to_rest(bed)
+        except Exception as error:
+            raise AssertionError(
+                f"{name} during a {kind.name} with {done} objects read, then {way}"
+            ) from error
+
+
+@pytest.mark.parametrize("name", events(SETS[-1]))
+def test_no_event_at_any_point_of_any_transfer_spoils_or_leaks_a_page(name: str) -> None:
+    """A page of a transfer that is given away at the wrong moment becomes another request's text."""
+    check_events(SETS[-1], [name], ["well", "failed"])
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", events(SETS[-1]))
+@pytest.mark.parametrize("kinds", SETS, ids=str)
+def test_no_event_at_any_point_and_no_end_of_a_transfer_spoils_a_page(
+    kinds: tuple[Component, ...], name: str
+) -> None:
+    """As above, for every set of components and transfers that end at every object."""
+    if name in events(kinds):
+        check_events(kinds, [name], ["well", "failed", *map(str, range(1, PAGES + 3))])
+
+
+def all_orders(
+    kinds: tuple[Component, ...], first: JobKind, second: JobKind
+) -> Iterator[tuple[int, int, tuple[bool, bool]]]:
+    count = len(both_in_flight(kinds, first, second)[1])
+    yield from (
+        (a, b, fails)
+        for a, b in itertools.permutations(range(count), 2)
+        for fails in itertools.product((False, True), repeat=2)
+    )
+
+
+def both_in_flight(
+    kinds: tuple[Component, ...], first: JobKind, second: JobKind
+) -> tuple[ScriptedCache, list[JobId]]:
+    """Two requests whose prompts share five pages, and what they have in flight."""
+    bed = prepared(kinds, (first, PROMPT), (second, FORKED))
+    STARTS[first](bed, "r", PROMPT)
+    STARTS[second](bed, "q", FORKED)
+    return bed, bed.executor.open_jobs()
+
+
+@pytest.mark.parametrize("second", STARTS)
+@pytest.mark.parametrize("first", STARTS)
+def test_any_two_transfers_of_one_path_may_end_in_either_order_and_either_way(
+    first: JobKind, second: JobKind
+) -> None:
+    """An acknowledgement that overtakes another would publish, or free, what is not its own."""
+    for kinds in (SETS[0], SETS[-1]):
+        for a, b, fails in all_orders(kinds, first, second):
+            bed, jobs = both_in_flight(kinds, first, second)
+            try:
+                for index, failed in zip((a, b), fails, strict=True):
+                    if bed.executor.is_open(jobs[index]):
+                        bed.end(jobs[index], failed=failed)
+                come_to_rest(bed)
+            except Exception as error:
+                raise AssertionError(f"{kinds}: {a} then {b} of {len(jobs)}, failed: {fails}") from error
+
+
+@pytest.mark.parametrize("kinds", SETS, ids=str)
+def test_an_abort_between_any_two_objects_of_a_read_gives_its_pages_back(
+    kinds: tuple[Component, ...],
+) -> None:
+    """Host memory would shrink with each abort; a page given back too early would be written to twice."""
+    for kind, done in points(kinds):
+        if kind is not JobKind.FETCH:
+            continue
+        bed, job = at_point(kinds, kind, done)
+        assert bed.scheduler.abort("r")
+        held = bed.cache.pools[Tier.HOST, FULL].num_taken
+        assert held == PAGES, "a read that has not ended holds its pages"
+        bed.end(job)
+        assert all(bed.cache.pools.capacity(Tier.HOST, c) == n for c, n in bed.free(Tier.HOST).items())
+        come_to_rest(bed)
