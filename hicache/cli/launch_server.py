@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from hicache.config.server import IoBackend, MemLayout, ServerConfig, load_server_config, read_mapping
+from hicache.engine.architecture import DRAFT_SUFFIX, PRESETS
 from hicache.types import PrefetchPolicy, WritePolicy
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -105,7 +106,7 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
         "Write the URL there once requests are taken.",
         type=click.Path(path_type=Path),
     ),
-    _option(_MODEL, "model_preset", "full, full-swa, full-mamba or hybrid."),
+    _option(_MODEL, "model_preset", f"{', '.join(PRESETS)}; each with {DRAFT_SUFFIX} behind it too."),
     _option(_MODEL, "layers", "Instead of the preset's: a letter per layer, F(ull), S(wa), M(amba)."),
     _option(_MODEL, "sliding_window", "Tokens that SWA layers look back.", type=int),
     _option(_MODEL, "hidden_size", "Width of the model.", type=int),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from hicache.errors import ConfigError
 from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
@@ -16,6 +16,24 @@ FULL_INDEX = "full_index"
 SWA_KV = "swa_kv"
 MAMBA_STATE = "mamba_state"
 MAMBA_CONV = "mamba_conv"
+FULL_DRAFT = "full_draft"
+SWA_DRAFT = "swa_draft"
+
+
+def packed_name(ratio: int) -> str:
+    """Name FULL's sidecar with one row of keys and values per `ratio` tokens."""
+    return f"full_c{ratio}"
+
+
+def packed_index_name(ratio: int) -> str:
+    """Name FULL's sidecar with the indexer keys of those rows."""
+    return f"full_c{ratio}_index"
+
+
+def packed_state_name(ratio: int) -> str:
+    """Name SWA's sidecar with the sums of the group that is unfinished."""
+    return f"swa_c{ratio}_state"
+
 
 _LETTERS = {"F": Component.FULL, "S": Component.SWA, "M": Component.MAMBA}
 
@@ -26,6 +44,9 @@ class ReferenceConfig:
 
     Positions are computed in tiles of `tile` rows at absolute positions, whatever the caller asks
     for, so that a result never depends on how the work was cut (see hicache.engine.model).
+
+    A layer of a `compression` ratio is a sliding one that also sees one row per so many tokens of all
+    that is older; those rows are sidecars of FULL, what is unfinished of them is a sidecar of SWA.
     """
 
     layers: tuple[Component, ...]
@@ -33,18 +54,23 @@ class ReferenceConfig:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
-    index_dim: int = 8  # the sidecar of FULL: one indexer key per token
+    index_dim: int = (
+        8  # the sidecar of FULL: one indexer key per token, or per row of `indexed_ratio`; 0: none
+    )
     mlp: int = 128
     vocab: int = 512
     window: int = 64  # tokens before a position that SWA sees, besides the position itself
     state_dim: int = 8  # recurrent state per channel
     conv_width: int = 4  # inputs that the short convolution of MAMBA sees
+    compression: tuple[int, ...] = ()  # tokens per row, layer by layer; 0 or nothing: not compressed
+    indexed_ratio: int = 0  # rows of this ratio overlap with the row before, and have indexer keys
+    draft: bool = False  # one more layer, behind all others, guesses the token after the next
     context_length: int = 4096
     tile: int = 16
     seed: int = 0  # of the weights; it is their version
 
     def __post_init__(self) -> None:
-        if Component.FULL not in self.layers:
+        if Component.FULL not in self.layers and not any(self.compression):
             raise ConfigError(
                 f"--layers {layer_string(self.layers)}: the model needs at least one FULL layer, F"
             )
@@ -63,18 +89,59 @@ class ReferenceConfig:
         ):
             if value < 1:
                 raise ConfigError(f"{flag} {value} must be at least 1")
-        sizes = (self.heads, self.kv_heads, self.index_dim, self.mlp, self.state_dim, self.tile)
+        sizes = (self.heads, self.kv_heads, self.index_dim + 1, self.mlp, self.state_dim, self.tile)
         if min(sizes) < 1 or self.conv_width < 2:
             raise ConfigError(f"sizes of the reference model must be positive, conv width at least 2: {self}")
+        self._check_compression()
+
+    def _check_compression(self) -> None:
+        if self.compression and len(self.compression) != len(self.layers):
+            raise ConfigError(
+                f"compression names the ratio of {len(self.compression)} layers, the model has "
+                f"{len(self.layers)}; choose another preset to change its layers"
+            )
+        if any(r and c is not Component.SWA for r, c in zip(self.compression, self.layers, strict=False)):
+            raise ConfigError("only SWA layers are compressed")
+        if any(r < 0 or r == 1 for r in self.compression):
+            raise ConfigError(f"compression {self.compression}: 0 for none, or at least 2 tokens a row")
+        if any(self.compression) and Component.FULL in self.layers:
+            raise ConfigError(
+                "FULL is without bytes of its own where layers are compressed: name no FULL layer"
+            )
+        if self.indexed_ratio and (self.indexed_ratio not in self.compression or not self.index_dim):
+            raise ConfigError(f"indexed ratio {self.indexed_ratio}: no layer has it, or the index dim is 0")
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """The compression ratios, ascending."""
+        return tuple(sorted({ratio for ratio in self.compression if ratio}))
+
+    def compressed_layers(self, ratio: int) -> tuple[int, ...]:
+        """Model layers of a ratio; the i-th reads layer i of the ratio's pools."""
+        return tuple(i for i, r in enumerate(self.compression) if r == ratio)
+
+    def packed_width(self, ratio: int, ranks: int = 1) -> int:
+        """Numbers that a token adds to its group: keys and values, the indexer key, its weight.
+
+        Of `ranks` each keeps its heads, and the rest whole.
+        """
+        index = self.index_dim if ratio == self.indexed_ratio else 0
+        return 2 * self.kv_heads // ranks * self.head_dim + index + 1
 
     @property
     def kinds(self) -> tuple[Component, ...]:
-        return tuple(sorted(set(self.layers)))
+        return tuple(sorted({*self.layers, *([Component.FULL] if self.ratios else [])}))
+
+    @property
+    def draft_component(self) -> Component:
+        """Whose pages the draft layer's keys and values follow."""
+        return Component.SWA if self.ratios else Component.FULL
 
     @property
     def model_id(self) -> str:
         """Name the architecture; equal for equal weights-free shapes, so that it may stand in a key."""
-        shape = {k: v for k, v in asdict(self).items() if k not in ("seed", "context_length")}
+        without = ("seed", "context_length")
+        shape = {k: v for k, v in asdict(self).items() if k not in without and v not in ((), 0)}
         digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:8]
         return f"hicache-reference-{layer_string(self.layers)}-{digest}"
 
@@ -84,7 +151,31 @@ PRESETS: Mapping[str, ReferenceConfig] = {
     "full-swa": ReferenceConfig(layers=(Component.SWA, Component.FULL) * 2),
     "full-mamba": ReferenceConfig(layers=(Component.MAMBA, Component.FULL) * 2),
     "hybrid": ReferenceConfig(layers=(Component.SWA, Component.MAMBA, Component.FULL, Component.SWA) * 2),
+    "dense": ReferenceConfig(layers=(Component.FULL,) * 4, heads=8, index_dim=0),
+    "five-in-thirty": ReferenceConfig(
+        layers=((Component.SWA,) * 5 + (Component.FULL,)) * 5,
+        hidden=32,
+        mlp=64,
+        head_dim=8,
+        index_dim=0,
+        window=1024,
+    ),
+    "compressed": ReferenceConfig(
+        layers=(Component.SWA,) * 5, compression=(0, 4, 32, 4, 32), indexed_ratio=4, window=32
+    ),
 }
+DRAFT_SUFFIX = "-draft"
+
+
+def preset_config(name: str) -> ReferenceConfig:
+    """Return a preset, with a draft layer where the name ends in "-draft". Raises ConfigError."""
+    preset = PRESETS.get(name.removesuffix(DRAFT_SUFFIX))
+    if preset is None:
+        known = ", ".join(PRESETS)
+        raise ConfigError(
+            f"--model-preset {name}: unknown; there are {known}, and each with {DRAFT_SUFFIX} behind it"
+        )
+    return replace(preset, draft=True) if name.endswith(DRAFT_SUFFIX) else preset
 
 
 def parse_layers(text: str) -> tuple[Component, ...]:
@@ -136,7 +227,7 @@ WHOLE = Shard()
 def reference_spec(config: ReferenceConfig, page_size: int, shard: Shard = WHOLE) -> ModelSpec:
     """Describe the pools the model reads and writes, for pages of `page_size` tokens, on one rank.
 
-    KV heads and recurrent channels are sharded; the indexer's keys have no heads, every rank has them whole.
+    KV heads and recurrent channels are sharded; indexer keys have no heads, every rank has them whole.
     """
     shard.check(config)
     kv_row = (2, config.kv_heads // shard.size, config.head_dim)
@@ -145,19 +236,21 @@ def reference_spec(config: ReferenceConfig, page_size: int, shard: Shard = WHOLE
     for component in config.kinds:
         layers = config.layers.count(component)
         if component is Component.FULL:
-            pools: tuple[PoolSpec, ...] = (
-                PoolSpec(FULL_KV, layers, kv_row, "float32", page_size),
-                PoolSpec(FULL_INDEX, layers, (config.index_dim,), "float32", page_size),
-            )
+            pools = _full_pools(config, layers, page_size, kv_row)
         elif component is Component.SWA:
-            pools = (PoolSpec(SWA_KV, layers, kv_row, "float32", page_size),)
+            pools = [PoolSpec(SWA_KV, layers, kv_row, "float32", page_size), *_states(config, shard)]
         else:
-            pools = (
+            pools = [
                 PoolSpec(MAMBA_STATE, layers, (channels, config.state_dim), "float32", 1),
                 PoolSpec(MAMBA_CONV, layers, (config.conv_width - 1, channels), "float32", 1),
-            )
+            ]
+        if config.draft and component is config.draft_component:
+            name = FULL_DRAFT if component is Component.FULL else SWA_DRAFT
+            last = (len(config.layers) - 1,)
+            pools.append(PoolSpec(name, 1, kv_row, "float32", page_size, at=last))
         window = config.window if component is Component.SWA else 0
-        components.append(ComponentSpec(component, pools, window=window))
+        logical = component is Component.FULL and not layers
+        components.append(ComponentSpec(component, tuple(pools), window=window, logical=logical))
     return ModelSpec(
         model_id=config.model_id,
         page_size=page_size,
@@ -165,3 +258,33 @@ def reference_spec(config: ReferenceConfig, page_size: int, shard: Shard = WHOLE
         weight_version=str(config.seed),
         layers=config.layers,
     )
+
+
+def _full_pools(
+    config: ReferenceConfig, layers: int, page_size: int, kv_row: tuple[int, ...]
+) -> list[PoolSpec]:
+    pools = []
+    if layers:
+        pools.append(PoolSpec(FULL_KV, layers, kv_row, "float32", page_size))
+        if config.index_dim:
+            pools.append(PoolSpec(FULL_INDEX, layers, (config.index_dim,), "float32", page_size))
+    for ratio in config.ratios:
+        at, rows = config.compressed_layers(ratio), max(1, page_size // ratio)
+        pools.append(PoolSpec(packed_name(ratio), len(at), kv_row, "float32", rows, ratio=ratio, at=at))
+        if ratio == config.indexed_ratio:
+            row = (config.index_dim,)
+            name = packed_index_name(ratio)
+            pools.append(PoolSpec(name, len(at), row, "float32", rows, ratio=ratio, at=at))
+    return pools
+
+
+def _states(config: ReferenceConfig, shard: Shard) -> list[PoolSpec]:
+    """One row a page: the sums of the group that the page leaves unfinished, as of its last token."""
+    states = []
+    for ratio in config.ratios:
+        at, indexed = config.compressed_layers(ratio), ratio == config.indexed_ratio
+        of = (packed_name(ratio), *([packed_index_name(ratio)] if indexed else []))
+        row = (2 if indexed else 1, config.packed_width(ratio, shard.size))
+        name = packed_state_name(ratio)
+        states.append(PoolSpec(name, len(at), row, "float32", 1, state_of=of, overlap=indexed, at=at))
+    return states

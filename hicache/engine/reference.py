@@ -12,7 +12,8 @@ from hicache.cache import HiCache
 from hicache.clock import Clock, SystemClock
 from hicache.config.cache import CacheConfig
 from hicache.engine.architecture import WHOLE, ReferenceConfig, reference_spec
-from hicache.engine.model import Ranks, ReferenceModel
+from hicache.engine.layers import Ranks
+from hicache.engine.model import ReferenceModel
 from hicache.engine.ranks import GlooRanks
 from hicache.engine.runner import LogitsObserver, TorchRunner
 from hicache.engine.scheduler import FinalToken, Scheduler, Settle

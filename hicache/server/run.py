@@ -17,7 +17,7 @@ import uvicorn
 from hicache.build import TierSizes
 from hicache.config.kv_events import KvEventsConfig
 from hicache.config.server import ServerConfig, read_mapping, split_extra_config
-from hicache.engine.architecture import PRESETS, ReferenceConfig, parse_layers, reference_spec
+from hicache.engine.architecture import ReferenceConfig, parse_layers, preset_config, reference_spec
 from hicache.engine.reference import EngineSettings, ReferenceEngine
 from hicache.engine.scheduler import Scheduler
 from hicache.engine.sizing import device_capacities
@@ -90,9 +90,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def model_config(config: ServerConfig) -> ReferenceConfig:
     """Return the model that the flags describe. Raises ConfigError."""
-    preset = PRESETS.get(config.model_preset)
-    if preset is None:
-        raise ConfigError(f"--model-preset {config.model_preset}: unknown; there are {', '.join(PRESETS)}")
+    preset = preset_config(config.model_preset)
     if config.vocab_size is not None and config.vocab_size > MAX_VOCAB:
         raise ConfigError(f"--vocab-size {config.vocab_size} must be at most {MAX_VOCAB}")
     return replace(

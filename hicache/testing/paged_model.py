@@ -133,11 +133,22 @@ class PagedModel:
         return out
 
     def rows(self, request: Request, component: Component, start: int, end: int) -> list[Tensor]:
-        """The rows of positions [start, end) in each pool of the component, all layers."""
-        table = request.full if component is Component.FULL else request.swa
-        at = [(table[p // self.page_size], p % self.page_size) for p in range(start, end)]
-        pages, rows = torch.tensor(at).unbind(1)
-        return [self.pools.pool(p.name)[:, pages, rows] for p in self.spec[component].pools]
+        """The rows that tokens [start, end) left in each pool of the component, all layers.
+
+        Of a compressed pool those of groups that end there, of a compressor's sums one per page.
+        """
+        table, size = request.full if component is Component.FULL else request.swa, self.page_size
+        found = []
+        for pool in self.spec[component].pools:
+            if pool.state_of:
+                at = [(table[p], 0) for p in range(start // size, -(-end // size))]
+            else:
+                ends = [t for t in range(start, end) if (t + 1) % pool.ratio == 0]
+                at = [(table[t // size], t % size // pool.ratio) for t in ends]
+            if at:
+                pages, rows = torch.tensor(at).unbind(1)
+                found.append(self.pools.pool(pool.name)[:, pages, rows])
+        return found
 
     def state(self, slot: int) -> list[Tensor]:
         """The state in a slot, every pool and layer."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hicache.build import TierSizes
 from hicache.config.cache import CacheConfig
-from hicache.engine.architecture import PRESETS, ReferenceConfig, reference_spec
+from hicache.engine.architecture import DRAFT_SUFFIX, PRESETS, ReferenceConfig, preset_config, reference_spec
 from hicache.engine.reference import EngineSettings, ReferenceEngine
 from hicache.engine.sizing import device_capacities
 from hicache.registry import create_backend
@@ -42,8 +42,9 @@ from hicache.tiers.layouts import HostLayout
 from hicache.tiers.sizing import host_capacities
 from hicache.types import CachedTokens, Component, PrefetchPolicy, Tier, WritePolicy
 
+WHOLE_PREFIX = "whole-"  # all layers of a preset that is cut short otherwise
 FACTORS: Mapping[str, Sequence[Any]] = {
-    "preset": list(PRESETS),
+    "preset": ["dense", "five-in-thirty", "full-mamba-draft", "hybrid", "full", "compressed-draft"],
     "backend": ["none", "memory", "file", "mooncake", "redis", "grpc"],
     "write": list(WritePolicy),
     "prefetch": list(PrefetchPolicy),
@@ -51,7 +52,16 @@ FACTORS: Mapping[str, Sequence[Any]] = {
     "layout": list(HostLayout),
 }
 PAIRS = pairwise(FACTORS)
-PRODUCT = [dict(zip(FACTORS, values, strict=True)) for values in itertools.product(*FACTORS.values())]
+WHOLE = f"{WHOLE_PREFIX}five-in-thirty"
+THOROUGH = {**FACTORS, "preset": [*PRESETS, *(f"{name}{DRAFT_SUFFIX}" for name in PRESETS), WHOLE]}
+PRODUCT = [dict(zip(THOROUGH, values, strict=True)) for values in itertools.product(*THOROUGH.values())]
+SIDECARS = [
+    (preset, pool.name)
+    for preset in ("hybrid", "compressed-draft")
+    for family in reference_spec(preset_config(preset), 16).components
+    for pool in family.pools
+    if family.component is not Component.MAMBA
+]
 OUTPUT = 20  # tokens: decode crosses a page of 16
 L1_TOKENS = 384  # two turns of the script do not fit together
 
@@ -84,7 +94,8 @@ class Run:
 
 
 def model(preset: str) -> ReferenceConfig:
-    return replace(PRESETS[preset], window=32, context_length=512)
+    config = replace(preset_config(preset.removeprefix(WHOLE_PREFIX)), window=32, context_length=512)
+    return config if preset.startswith(WHOLE_PREFIX) else replace(config, layers=config.layers[-8:])
 
 
 def settings_of(case: Mapping[str, Any]) -> EngineSettings:
@@ -295,16 +306,17 @@ def test_l1_alone_answers_like_a_cold_run(preset: str) -> None:
     assert run.evicted > 0
 
 
-def test_one_flipped_bit_on_the_host_changes_an_answer() -> None:
-    """The comparison would be blind: any restored byte must matter to it."""
+@pytest.mark.parametrize(("preset", "pool"), SIDECARS)
+def test_one_flipped_bit_on_the_host_changes_an_answer(preset: str, pool: str) -> None:
+    """The comparison would be blind: any restored byte, of any sidecar, must matter to it."""
     case = {
-        "preset": "hybrid",
+        "preset": preset,
         "page_size": 16,
         "write": WritePolicy.WRITE_THROUGH,
         "prefetch": PrefetchPolicy.TIMEOUT,
         "layout": HostLayout.PAGE_FIRST,
     }
-    script, expected = script_and_answers("hybrid")
+    script, expected = script_and_answers(preset)
     prompt = script[0][0]
     hashes: list[bytes] = []
     engine = ReferenceEngine(settings_of(case), observer=lambda _, row: hashes.append(row.numpy().tobytes()))
@@ -319,7 +331,7 @@ def test_one_flipped_bit_on_the_host_changes_an_answer() -> None:
                 whole = hashlib.sha256(b"".join(hashes)).hexdigest()
                 assert whole == expected[0][0].logits
                 evict_from_device(engine)
-                flip_one_bit(engine)
+                flip_one_bit(engine, prompt, pool)
         assert request.cached.host > 0
         assert hashlib.sha256(b"".join(hashes)).hexdigest() != expected[0][0].logits
     finally:
@@ -331,11 +343,18 @@ def evict_from_device(engine: ReferenceEngine) -> None:
     engine.cache.pools.free_all(evicted.freed)
 
 
-def flip_one_bit(engine: ReferenceEngine) -> None:
-    """Flip a mantissa bit of one number in the smallest pool: the indexer's, of the first page."""
+def flip_one_bit(engine: ReferenceEngine, prompt: list[int], pool: str) -> None:
+    """Flip the top mantissa bit of the last number that a pool has on the last page of the hit."""
     assert engine.host_pools is not None
-    slot = min(engine.cache.tree.owned(Tier.HOST, Component.FULL))
-    parts = [bytearray(pool.page_bytes) for pool in engine.spec[Component.FULL].pools]
-    engine.host_pools.read_page(Component.FULL, slot, [memoryview(part) for part in parts])
-    parts[1][2] ^= 0x40
-    engine.host_pools.write_page(Component.FULL, slot, [memoryview(part) for part in parts])
+    family = next(c for c in engine.spec.components if pool in [p.name for p in c.pools])
+    boundary = (len(prompt) - 1) // 16
+    path = engine.cache.tree.slots(
+        engine.cache.tree.match(b"", array("I", prompt), len(prompt) - 1), boundary
+    )
+    slots = path.full_host if family.component is Component.FULL else path.swa_host
+    page = boundary - 1 - (pool in engine.spec.absent(family.component, (boundary - 1) % 2))
+    slot = slots[page - boundary]
+    parts = [bytearray(p.page_bytes) for p in family.pools]
+    engine.host_pools.read_page(family.component, slot, [memoryview(part) for part in parts])
+    parts[[p.name for p in family.pools].index(pool)][-2] ^= 0x40
+    engine.host_pools.write_page(family.component, slot, [memoryview(part) for part in parts])

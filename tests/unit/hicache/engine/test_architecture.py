@@ -29,7 +29,14 @@ def test_the_spec_has_the_layers_and_families_of_the_model(name: str) -> None:
     spec = reference_spec(config, 16)
     assert spec.layers == config.layers
     assert spec.kinds == config.kinds
-    assert [p.name for p in spec[Component.FULL].pools] == ["full_kv", "full_index"]
+    pools = {p.name for c in spec.components for p in c.pools if not p.name.startswith("mamba")}
+    plain = {"full_kv", "full_index", *(["swa_kv"] if Component.SWA in config.kinds else [])}
+    expected = {
+        "dense": {"full_kv"},
+        "five-in-thirty": {"full_kv", "swa_kv"},
+        "compressed": {"full_c4", "full_c4_index", "full_c32", "swa_kv", "swa_c4_state", "swa_c32_state"},
+    }
+    assert pools == expected.get(name, plain)
     assert spec.window == (config.window if Component.SWA in config.kinds else 0)
 
 
@@ -50,6 +57,11 @@ def test_identity_follows_weights_and_shape_but_not_the_context() -> None:
     ("change", "message"),
     [
         ({"layers": (Component.SWA,)}, "at least one FULL layer"),
+        ({"compression": (4,)}, "of 1 layers, the model has 8"),
+        ({"compression": (0, 0, 4) + (0,) * 5}, "only SWA layers are compressed"),
+        ({"compression": (4,) + (0,) * 7}, "name no FULL layer"),
+        ({"layers": (Component.SWA,), "compression": (1,)}, "at least 2 tokens a row"),
+        ({"layers": (Component.SWA,), "compression": (4,), "indexed_ratio": 8}, "no layer has it"),
         ({"heads": 3}, "not a multiple"),
         ({"head_dim": 15}, "even"),
         ({"vocab": 100}, "at least 256"),

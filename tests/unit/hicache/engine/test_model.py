@@ -16,6 +16,9 @@ from hicache.types import NO_SLOT, Component
 
 LENGTH = 165  # more than two windows, and not a multiple of a tile or of a page
 CONFIGS = {name: replace(config, window=48) for name, config in PRESETS.items()}
+CONFIGS["five-in-thirty"] = replace(CONFIGS["five-in-thirty"], layers=PRESETS["five-in-thirty"].layers[:6])
+CONFIGS["dense"] = replace(CONFIGS["dense"], layers=PRESETS["dense"].layers[:2], draft=True)
+CONFIGS["compressed"] = replace(CONFIGS["compressed"], draft=True)
 TOKENS = [random.Random(7).randrange(512) for _ in range(LENGTH)]
 
 
@@ -68,6 +71,27 @@ def test_a_hit_at_any_page_boundary_equals_the_cold_run(
         assert torch.equal(paged.logits[-1], expected), boundary
         assert_same_rows(paged, cold, paged, hit)
         paged.discard(hit, boundary)
+
+
+def test_a_wrong_number_in_any_pool_of_any_family_shows(config: ReferenceConfig) -> None:
+    """Tests that compare answers would not notice a sidecar that was never restored."""
+    paged = PagedModel(replace(config, draft=True), 16)
+    cold = paged.request(TOKENS)
+    paged.prefill(cold, [LENGTH], captures=[144])
+    expected, state = paged.logits[-1], paged.captured[144]
+    for component in paged.spec.components:
+        for pool in component.pools:
+            hit = paged.resume(cold, 144, state)
+            table = cold.swa if component.component is Component.SWA else cold.full
+            # The last page but for rows of 32 tokens, whose last group ends with page 7.
+            slot = hit.state if component.component is Component.MAMBA else table[7 if pool.ratio > 16 else 8]
+            rows = paged.pools.pool(pool.name)
+            before = rows[:, slot].clone()
+            rows[:, slot] += 0.5
+            paged.prefill(hit, [LENGTH])
+            assert not torch.equal(paged.logits[-1], expected), pool.name
+            rows[:, slot] = before
+            paged.discard(hit, 144)
 
 
 def test_a_turn_on_what_decode_wrote_equals_the_cold_turn(config: ReferenceConfig) -> None:
