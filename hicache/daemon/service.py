@@ -133,7 +133,7 @@ class CacheService:
             notice = (
                 f"fingerprint {identity.fingerprint or '(none)'} is isolated from "
                 f"{', '.join(other or '(none)' for other in others)} under the same model name: "
-                f"they share nothing"
+                "they share nothing; where they should, compare weight version, dtype, page size and flags"
             )
         if others and request.refuse_other_fingerprint:
             self._metrics.hellos.labels("refused").inc()

@@ -116,14 +116,14 @@ class Service(ABC):
         path = self._log_path
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def start(self: ServiceT, *, timeout_s: float = 15.0) -> ServiceT:
+    def start(self: ServiceT, *, timeout_s: float = 15.0, tries: int = START_TRIES) -> ServiceT:
         """Start on a free port and return once it accepts connections."""
-        for attempt in range(START_TRIES):
+        for attempt in range(tries):
             self._choose_ports()
             try:
                 return self._start(timeout_s)
             except ServiceFailed:
-                if attempt + 1 == START_TRIES:
+                if attempt + 1 == tries:
                     raise
         raise AssertionError("unreachable")
 

@@ -353,7 +353,10 @@ class ObjectStore:
         if self._breaker.failure():
             self._counters.add("breaker_opened")
             logger.warning(
-                "HiCache: serving without L3 until it answers again: %s failed: %s", operation, why
+                "HiCache: serving without L3 until it answers again: %s failed: %s (does the store run, and "
+                "can it be reached from here?)",
+                operation,
+                why,
             )
         if self._breaker.allows:
             return

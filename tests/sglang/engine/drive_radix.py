@@ -248,6 +248,14 @@ class Engine:
             ids = list(req.origin_input_ids) + reply
             self.records.publish(ids, found=found, start=before, there=there)
 
+    def look(self, ids: list[int], chance: random.Random) -> None:
+        """Match some of a path, as for a request that waits and is never admitted: that uses nothing."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        upto = chance.randrange(len(ids))
+        self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", ids[:upto]))))
+
     def settle(self) -> None:
         if self.cache.cache_controller is not None:
             while self.cache.ongoing_write_through:
@@ -271,6 +279,7 @@ def play(engine: Engine, seed: int, requests: int) -> dict[str, Any]:
             req, found = engine.start(str(rid), list(talk), len(reply))
             hits, asked = hits + found, asked + len(talk)
             running.append((req, found, reply, talk))
+        engine.look(chance.choice(talks), chance)
         chance.shuffle(running)
         for req, found, reply, talk in running:
             engine.end(req, found, reply)

@@ -17,7 +17,9 @@ PAGE, LAYERS, HEADS, DIM, PAGES = 4, 3, 2, 8, 6
 @pytest.fixture(scope="module", autouse=True)
 def _plain_memory() -> None:
     """Host pools in ordinary memory."""
-    cpu = pytest.importorskip("hicache_sglang_cpu")
+    cpu = pytest.importorskip(
+        "hicache_sglang_cpu", reason="SGLang for a CPU is not installed here; see `make test-sglang`"
+    )
     cpu.plugin()
 
 

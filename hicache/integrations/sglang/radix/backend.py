@@ -56,7 +56,7 @@ def make_cache(context: Any) -> Any:
     params = context.params
     options = params.eviction_policy_config or {}
     make_policy(OURS, **options)
-    cache_class = _install(params)
+    cache_class = install(params)
     cache = registry.create_unified_radix_cache(context, cache_class=cache_class)
     logger.info(
         "HiCache: radix cache with the adaptive policy%s, in SGLang's Python tree core",
@@ -110,7 +110,7 @@ def refusal(context: Any, policy: str, *, core: str) -> str:
     return ""
 
 
-def _install(params: Any) -> type[Any]:
+def install(params: Any) -> type[Any]:
     """Put our tree core and component into SGLang's parameters; return the class of the cache."""
     from sglang.srt.mem_cache.unified_cache import tree_core_registry  # noqa: PLC0415
 
