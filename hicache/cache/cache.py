@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from hicache.cache.accounts import Accounts
 from hicache.cache.events import EventLog, Sink
-from hicache.cache.jobs import Jobs
+from hicache.cache.jobs import Jobs, StorageAge
 from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch import Prefetcher
 from hicache.cache.sessions import Sessions
@@ -61,10 +61,11 @@ class HiCache:
         self._tables = PageTables(tree, self.pools, self.rules, config, clock, self._accounts)
         self._check_capacities(device)
         self._jobs = Jobs()
-        self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats, spec)
+        self._age = StorageAge(executor)
+        self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats, spec, self._age)
         self._prefetcher = Prefetcher(
             *(tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats),
-            spec,
+            *(spec, self._age),
         )
         self.sessions = Sessions(tree, config, clock, self.stats)
         self._running: dict[Request, Running] = {}
@@ -336,6 +337,11 @@ class HiCache:
         self._events = None if sink is None else EventLog(self.tree, sink)
         if self._events is not None:
             self._events.start()
+
+    def storage_cleared(self) -> None:
+        """Forget what storage held, writes and reads in flight included: somebody has cleared it."""
+        self._age.clears += 1
+        self.tree.forget_all_stored()
 
     def flush_dirty(self, timeout_s: float) -> int:
         """Write everything down to storage; returns the FULL pages it still lacks when the time is up.

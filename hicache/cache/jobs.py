@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hicache.errors import InvariantViolation
-from hicache.transfer.base import Done, JobId, JobKind
+from hicache.transfer.base import Done, Executor, JobId, JobKind
+
+
+@dataclass(slots=True)
+class StorageAge:
+    """Which storage it is, and since which clear: what was put or seen there at another age may be gone."""
+
+    executor: Executor
+    clears: int = 0
+
+    @property
+    def now(self) -> tuple[int, int]:
+        return self.executor.storage_epoch, self.clears
 
 
 class Jobs:

@@ -13,7 +13,7 @@ from itertools import compress
 
 from hicache.cache.accounts import Ask, Shortfall
 from hicache.cache.fetch_plan import Outlook, reading_order, wanted
-from hicache.cache.jobs import Jobs
+from hicache.cache.jobs import Jobs, StorageAge
 from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch_state import Phase, Prefetch
 from hicache.cache.stats import CacheStats
@@ -55,7 +55,9 @@ class Prefetcher:
         clock: Clock,
         stats: CacheStats,
         spec: ModelSpec,
+        age: StorageAge,
     ) -> None:
+        self._age = age
         self._weights = {c.component: c.page_bytes for c in spec.components}
         self._periods = spec.periods
         self._tree, self._rules, self._pools = tree, rules, pools
@@ -99,6 +101,7 @@ class Prefetcher:
         parts = wanted(self._rules, found.full, found.host, limit, self._tree.presence(found))
         job = self._jobs.open(JobKind.PROBE, lambda done: self._probed(done, prefetch))
         prefetch = Prefetch(request, job, found.host, found.full, limit, hashes, parts, self._clock.now())
+        prefetch.age = self._age.now
         if before is not None:
             prefetch.blocked_since = before.blocked_since
             if before.phase is Phase.CROWDED:
@@ -382,6 +385,7 @@ class Prefetcher:
             swa=swa if Component.SWA in self._rules.kinds else None,
             states=sorted(offered.get(Component.MAMBA, {}).items()),
             now=self._clock.now(),
+            stored=prefetch.age == self._age.now,
         )
         prefetch.full_held -= len(offered[Component.FULL])
         for component, pages in offered.items():

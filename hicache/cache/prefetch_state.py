@@ -49,6 +49,7 @@ class Prefetch:
     reached: int = 0  # pages; the boundary it has published
     anchor: Lease | None = None  # keeps what the pages being fetched will hang on
     lease: Lease | None = None  # keeps what was published until admission
+    age: tuple[int, int] = (0, 0)  # of storage when it was first asked
 
     def ask(self) -> Ask:
         """What it asked storage for, and what became of it."""

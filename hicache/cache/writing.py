@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, replace
 
-from hicache.cache.jobs import Jobs
+from hicache.cache.jobs import Jobs, StorageAge
 from hicache.cache.pools import PagePools
 from hicache.cache.stats import CacheStats
 from hicache.config.cache import CacheConfig
@@ -50,7 +50,7 @@ class _StoreWrite:
     plan: WritePlan
     order: list[Component]  # components in the order their entries were handed to the executor
     attempt: int
-    epoch: int  # of storage when it began
+    age: tuple[int, int]  # of storage when it began
 
 
 class WriteDown:
@@ -65,7 +65,9 @@ class WriteDown:
         config: CacheConfig,
         stats: CacheStats,
         spec: ModelSpec,
+        age: StorageAge,
     ) -> None:
+        self._age = age
         self._periods = spec.periods
         self._tree, self._pools, self._executor, self._jobs = tree, pools, executor, jobs
         self._config, self._stats = config, stats
@@ -272,7 +274,7 @@ class WriteDown:
         for c in order:
             refs += name_objects(c, plan.pages[c], plan.hashes[c], self._periods[c])
         slots = [s for c in order for s in plan.slots[c]]
-        store = _StoreWrite(store_lease, plan, order, attempt, self._executor.storage_epoch)
+        store = _StoreWrite(store_lease, plan, order, attempt, self._age.now)
         self._storing += full
         job = self._jobs.open(JobKind.STORE, lambda done: self._stored(done, store))
         self._executor.start_store(job, refs, slots)
@@ -280,7 +282,7 @@ class WriteDown:
 
     def _stored(self, done: Done, store: _StoreWrite) -> None:
         self._storing -= len(store.plan.pages.get(Component.FULL, ()))
-        if store.epoch != self._executor.storage_epoch:
+        if store.age != self._age.now:
             done = replace(done, flags=b"")  # it may have gone with the store that took it
         outcome: dict[Component, Slots] = {}
         at = 0

@@ -127,7 +127,7 @@ class StorageControl:
             if self._backend is None:
                 raise StorageRefused("no storage backend is attached")
             deleted = self._backend.clear(key_prefix(self._spec.fingerprint))
-            self._engine.call(lambda scheduler: scheduler.cache.tree.forget_all_stored()).result()
+            self._engine.call(lambda scheduler: scheduler.cache.storage_cleared()).result()
             return deleted
 
     def close(self) -> None:

@@ -92,6 +92,39 @@ def test_what_went_with_the_old_store_is_not_taken_for_stored_in_the_new() -> No
     bed.check_quiet()
 
 
+def test_what_was_cleared_under_a_write_in_flight_is_not_taken_for_stored() -> None:
+    """Acknowledged after the clear, kept before it: nobody would find it, and nobody store it again."""
+    bed = ScriptedCache(KINDS)
+    bed.begin("r", PROMPT)
+    bed.step(3)
+    for write in bed.executor.open_jobs(JobKind.WRITE):
+        bed.end(write)
+    store = bed.executor.open_jobs(JobKind.STORE)[0]
+    refs = list(bed.executor.refs(store))
+    bed.executor.finish(store)  # kept, and not known yet
+    bed.lose(list(bed.executor.storage or ()))
+    bed.cache.storage_cleared()
+    bed.drain()
+    assert set(refs) <= set(bed.executor.storage or ())
+    bed.check_quiet()
+
+
+def test_what_was_cleared_under_a_read_in_flight_is_not_taken_for_stored() -> None:
+    """Pages that were read before the clear would never be stored again."""
+    bed = ScriptedCache(KINDS, hicache_storage_prefetch_policy=PrefetchPolicy.WAIT_COMPLETE)
+    bed.store_only(PROMPT)
+    kept = set(bed.executor.storage or ())
+    _, fetch = bed.fetching(PROMPT)
+    bed.executor.finish(fetch)
+    bed.lose(kept)
+    bed.cache.storage_cleared()
+    bed.drain()
+    assert bed.finished[-1].cached.storage > 0
+    bed.run("next", PROMPT)
+    assert {ref for ref in kept if ref.component is FULL} <= set(bed.executor.storage or ())
+    bed.check_quiet()
+
+
 def test_a_hole_found_by_a_probe_is_filled_by_the_next_write() -> None:
     """A page that L3 evicted would be missing for as long as the process believes it is there."""
     bed = ScriptedCache()
