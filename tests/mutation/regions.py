@@ -26,6 +26,7 @@ _DAEMON = (
     "tests/unit/storage_backends/test_arena.py",
     "tests/service/test_daemon.py",
     "tests/service/test_daemon_shm.py",
+    "--deselect=tests/service/test_daemon_shm.py::TestDaemonsDeath",  # daemons of their own processes
 )
 _COPIES = (
     "tests/unit/hicache/transfer/test_copies.py",

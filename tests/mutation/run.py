@@ -36,7 +36,7 @@ SURVIVORS = Path(__file__).with_name("SURVIVORS.md")
 CARRIED = ("hicache", "tiers", "storage_backends", "tests", "proto", "deploy", "pyproject.toml")
 PRELOADED = ("numpy", "torch", "xxhash", "hypothesis", "msgspec", "prometheus_client")
 # Smaller random histories: a mutant that needs the large ones is one that `make test` might miss as well.
-ENVIRONMENT = {"HICACHE_HISTORY_OPS": "24000", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"HICACHE_HISTORY_OPS": "18000", "OMP_NUM_THREADS": "1"}
 OPTIONS = (
     *(
         "-q",

@@ -23,4 +23,5 @@ sys.path.remove(str(ROOT / "tests/mutation"))
 def test_a_region_names_functions_and_tests_that_exist(region: mutation_run.Region) -> None:
     """A function that was renamed would silently never be changed again."""
     assert mutation_run.list_mutants(ROOT, region, 1.0, 1)
-    assert all((ROOT / test).exists() for test in region.tests)
+    for test in region.tests:
+        assert (ROOT / test.removeprefix("--deselect=").partition("::")[0]).exists()

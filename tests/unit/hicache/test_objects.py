@@ -71,6 +71,21 @@ def test_parts_are_aligned_and_never_overlap(codec: ObjectCodec) -> None:
 
 
 @pytest.mark.parametrize("component", list(Component))
+def test_an_object_holds_nothing_of_what_its_buffer_held_before(
+    codec: ObjectCodec, component: Component
+) -> None:
+    """Another tenant's bytes would lie between the parts, and equal pages would be different objects."""
+    made = []
+    for rest in (b"\x00", b"\xa5"):
+        data = bytearray(rest * codec.size(component))
+        for view in codec.payload_views(component, memoryview(data)):
+            view[:] = b"\x11" * len(view)
+        codec.seal(component, PAGE, memoryview(data))
+        made.append(data)
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("component", list(Component))
 def test_any_flipped_bit_is_seen(codec: ObjectCodec, component: Component) -> None:
     """Damaged KV would be served as a hit."""
     data = sealed(codec, component)

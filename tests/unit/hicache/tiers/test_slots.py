@@ -19,6 +19,25 @@ def test_an_allocation_that_does_not_fit_takes_nothing() -> None:
     assert pool.num_free == 3
 
 
+@pytest.mark.parametrize("count", [0, -1])
+def test_who_asks_for_nothing_takes_nothing(count: int) -> None:
+    """An empty load would take every page there is."""
+    pool = SlotAllocator(3)
+    assert pool.allocate(count) == array("i")
+    assert (pool.num_free, pool.num_taken) == (3, 0)
+
+
+def test_a_pool_may_have_no_slots_at_all() -> None:
+    """A tier that is switched off is a pool of none; a negative size is a mistake of the caller's."""
+    pool = SlotAllocator(0)
+    assert pool.allocate(1) is None
+    assert pool.allocate(0) == array("i")
+    with pytest.raises(DoubleFree):
+        pool.free([0])
+    with pytest.raises(ValueError, match="-1 must not be negative"):
+        SlotAllocator(-1)
+
+
 @pytest.mark.parametrize("given_back", [[0, 0], [1], [-1], [3], [0, 1]])
 def test_a_slot_that_is_not_taken_cannot_be_freed(given_back: list[int]) -> None:
     """A double free hands one page to two requests: wrong bytes in somebody's prompt."""

@@ -13,6 +13,7 @@ from hicache.testing.pools import FULL, MAMBA, SWA, fill, hybrid_spec, page_byte
 from hicache.tiers.device import DevicePools
 from hicache.tiers.host import HostPools
 from hicache.tiers.layouts import HostLayout
+from hicache.transfer import copy_engine
 from hicache.transfer.base import JobId, JobKind, Move
 from hicache.transfer.copy_engine import CopyEngine, CpuCopyEngine, layer_schedule
 from hicache.transfer.cuda_copy import NoStreams, StagedCopyEngine
@@ -36,6 +37,16 @@ def slots(component: Component, capacity: dict[Component, int], count: int, seed
     run = [start, start + 1, start + 2]
     rest = [slot for slot in range(capacity[component]) if slot not in run]
     return array("i", (run + random.Random(seed).sample(rest, len(rest)))[:count])
+
+
+@pytest.mark.parametrize("layout", list(HostLayout))
+@pytest.mark.parametrize("scratch_bytes", [1, 500, 2048, 10_000])
+def test_pages_larger_than_the_scratch_and_copies_of_many_pieces_come_back(
+    scratch_bytes: int, layout: HostLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models have layers of pages larger than any fixed buffer; a copy that is cut must lose nothing."""
+    monkeypatch.setattr(copy_engine, "_SCRATCH_BYTES", scratch_bytes)
+    test_a_page_comes_back_from_the_host_with_the_bytes_it_left_with("cpu", 16, layout)
 
 
 @pytest.mark.parametrize("layout", list(HostLayout))

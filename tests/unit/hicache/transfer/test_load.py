@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from array import array
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from hicache.testing.pools import FULL, MAMBA, SWA, GatedCopyEngine, fill, hybri
 from hicache.tiers.device import DevicePools
 from hicache.tiers.host import HostPools
 from hicache.transfer.base import JobId, JobKind, Move
-from hicache.transfer.copy_engine import CpuCopyEngine, layer_schedule
+from hicache.transfer.copy_engine import CpuCopyEngine, LayerPart, layer_schedule
 from hicache.transfer.executor import TransferExecutor
+from hicache.transfer.load import Load
 
 SPEC = hybrid_spec(16)
 SCHEDULE = layer_schedule(SPEC)
@@ -177,3 +179,51 @@ def test_waiting_with_nothing_in_flight_ends_by_itself() -> None:
     assert not bench.executor.wait(0.0)
     assert bench.executor.poll() == []
     bench.close()
+
+
+class Marking(CpuCopyEngine):
+    """An engine whose copies happen when their mark is waited for, as on a stream of a device."""
+
+    def __init__(self) -> None:
+        self.copied: list[tuple[str, int]] = []
+        self.waited: list[object] = []
+        self.reached = 0
+
+    def load_part(self, part: LayerPart, pages: object) -> None:
+        self.copied.append((part.pool, part.layer))
+
+    def mark(self) -> object:
+        return len(self.copied)
+
+    def wait(self, mark: object) -> None:
+        self.waited.append(mark)
+
+    def passed(self, mark: object) -> bool:
+        return mark is not None and self.reached >= mark  # type: ignore[operator]
+
+
+def test_whoever_passes_a_gate_waits_for_its_own_layers_copies_on_the_device_too() -> None:
+    """On a GPU a gate opens when copies are queued, not when they have happened: the rest is the mark's."""
+    engine = Marking()
+    load = Load(JobId(1), engine, SCHEDULE, {c: object() for c in (FULL, SWA, MAMBA)})  # type: ignore[misc]
+    load.run()
+    ends = list(itertools.accumulate(len(parts) for parts in SCHEDULE))
+    for layer in range(len(SCHEDULE)):
+        load.wait_layer(layer)
+    assert engine.waited == ends
+    assert engine.copied == [(part.pool, part.layer) for part in PARTS]
+    engine.reached = ends[-1] - 1
+    assert not load.done(), "the last copy has not happened"
+    engine.reached = ends[-1]
+    assert load.done()
+
+
+def test_a_load_of_some_components_opens_the_gates_of_all() -> None:
+    """A layer whose pool had nothing to load would be waited for, for ever."""
+    engine = Marking()
+    load = Load(JobId(1), engine, SCHEDULE, {SWA: object()})  # type: ignore[dict-item]
+    assert not load.done()
+    load.run()
+    for layer in range(len(SCHEDULE)):
+        load.wait_layer(layer)
+    assert engine.copied == [(part.pool, part.layer) for part in PARTS if part.component is SWA]
