@@ -87,6 +87,7 @@ class ComponentSpec:
     pools: tuple[PoolSpec, ...]
     window: int = 0  # tokens; SWA only
     logical: bool = False
+    islands: bool = False  # SWA only: windows are kept where a path may be resumed, other SWA is given back
 
     def __post_init__(self) -> None:
         if not self.pools:
@@ -100,6 +101,8 @@ class ComponentSpec:
             )
         if self.component is Component.MAMBA and any(pool.ratio > 1 for pool in self.pools):
             raise SpecError("MAMBA: a state is of one token, its sidecars have no compression ratio")
+        if self.islands and self.component is not Component.SWA:
+            raise SpecError(f"{self.component.name}: islands are of SWA only")
 
     @property
     def own_layers(self) -> int:
@@ -196,6 +199,12 @@ class ModelSpec:
         """Pages that hold the last `window` tokens before a page boundary."""
         return -(-self.window // self.page_size)
 
+    @property
+    def islands(self) -> bool:
+        """Whether SWA is kept at places only."""
+        swa = self.get(Component.SWA)
+        return swa is not None and swa.islands
+
     @cached_property
     def align_pages(self) -> int:
         """Pages between the boundaries that compressed pools allow: those where every group ends.
@@ -255,5 +264,7 @@ class ModelSpec:
     def fingerprint(self) -> str:
         """32 hex digits over everything that decides the bytes of a page."""
         identity = {"layout": OBJECT_LAYOUT, **asdict(self)}
+        for component in identity["components"]:
+            del component["islands"]  # which pages are kept, not what is in them
         text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -55,7 +55,7 @@ def run_reference(
     """Run a workload to its end on a fresh engine; L3 is a `memory` backend in this process."""
     started = time.perf_counter()
     model = reference_model(workload, system)
-    sizes = system.sizes(tiers, reference_spec(model, system.page_size))
+    sizes = system.sizes(tiers, reference_spec(model, system.page_size, islands=system.enable_swa_islands))
     settings = EngineSettings(
         model=model,
         page_size=system.page_size,
@@ -63,6 +63,7 @@ def run_reference(
         cache=system.config(eviction_policy),
         max_running_requests=system.max_running_requests,
         final_token=final_token,
+        islands=system.enable_swa_islands,
     )
     storage = None
     if tiers is Tiers.L1_L2_L3:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from hicache.bench.report import JSON
 from hicache.build import TierSizes
-from hicache.config.cache import CacheConfig
+from hicache.config.cache import CacheConfig, StateCheckpoints
 from hicache.engine.sizing import device_capacities
 from hicache.errors import ConfigError
 from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
@@ -69,6 +69,9 @@ class SimulatedSystem:
     max_total_tokens: int = 100_000  # FULL, on L1
     swa_full_tokens_ratio: float = 0.8
     sliding_window: int = 1024
+    enable_swa_islands: bool = False
+    swa_checkpoint_interval: int = 0
+    mamba_prefill_checkpoints: StateCheckpoints = StateCheckpoints.INTERVAL
     mamba_full_memory_ratio: float = 0.9  # bytes of L1's states per byte of its FULL pages
     hicache_ratio: float = 2.0
     l3_bytes: float = 500.0 * GIB
@@ -85,6 +88,8 @@ class SimulatedSystem:
     def __post_init__(self) -> None:
         if FULL not in self.components:
             raise ConfigError("--components must name full")
+        if self.enable_swa_islands and SWA not in self.components:
+            raise ConfigError("--enable-swa-islands needs swa among --components")
         if not 0 < self.swa_full_tokens_ratio <= 1:
             raise ConfigError(f"--swa-full-tokens-ratio {self.swa_full_tokens_ratio} must be in (0, 1]")
         if self.hicache_ratio <= 1:
@@ -117,7 +122,9 @@ class SimulatedSystem:
         }[component]
         rows = 1 if component is MAMBA else self.page_size
         pool = PoolSpec(component.name.lower(), _LAYERS, (max(1, per_row // _LAYERS),), "uint8", rows)
-        return ComponentSpec(component, (pool,), window=self.sliding_window if component is SWA else 0)
+        if component is not SWA:
+            return ComponentSpec(component, (pool,))
+        return ComponentSpec(component, (pool,), self.sliding_window, self.enable_swa_islands)
 
     def sizes(self, tiers: Tiers, spec: ModelSpec) -> TierSizes:
         """Pages (states) per pool and tier; L2's pools are `hicache_ratio` times L1's."""
@@ -137,6 +144,8 @@ class SimulatedSystem:
             hicache_storage_prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
             radix_eviction_policy=eviction_policy,
             chunked_prefill_size=self.chunked_prefill_size,
+            swa_checkpoint_interval=self.swa_checkpoint_interval,
+            mamba_prefill_checkpoints=self.mamba_prefill_checkpoints,
         )
 
     def costs(self) -> VirtualCosts:

@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from hicache.cache.accounts import Accounts
 from hicache.cache.events import EventLog, Sink
 from hicache.cache.jobs import Jobs, StorageAge
+from hicache.cache.ownership import Private
+from hicache.cache.places import Places
 from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch import Prefetcher
+from hicache.cache.quarantine import Quarantine
 from hicache.cache.sessions import Sessions
 from hicache.cache.stats import CacheStats
 from hicache.cache.tables import PageTables, Running, clear_tables
@@ -56,9 +59,12 @@ class HiCache:
         self.stats = CacheStats()
         write_back = config.hicache_write_policy.value == "write_back"
         copies = Copies.LAST if write_back else Copies.KEPT
-        self.pools = PagePools(tree, device, host, self.stats, copies=copies)
+        quarantine = Quarantine(executor.fence, executor.passed)
+        self.pools = PagePools(tree, device, host, self.stats, copies=copies, quarantine=quarantine)
+        self._places = Places(spec, config)
         self._accounts = Accounts(self.rules, self.stats, ceiling_pages=config.ceiling_pages)
-        self._tables = PageTables(tree, self.pools, self.rules, config, clock, self._accounts)
+        self._tables = PageTables(tree, self.pools, self.rules, self._places, clock, self._accounts)
+        self._check_islands()
         self._check_capacities(device)
         self._jobs = Jobs()
         self._age = StorageAge(executor)
@@ -71,6 +77,17 @@ class HiCache:
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight
         self._events: EventLog | None = None
+
+    def _check_islands(self) -> None:
+        if self.spec.islands and not self.tree.keeps_islands:
+            raise ConfigError(
+                "--enable-swa-islands: this tree core keeps all windows or none; use another core"
+            )
+        if self.config.swa_checkpoint_interval and not self.spec.islands:
+            raise ConfigError(
+                f"--swa-checkpoint-interval {self.config.swa_checkpoint_interval} has no effect without "
+                "--enable-swa-islands, which needs a model with SWA"
+            )
 
     def _check_capacities(self, device: Mapping[Component, int]) -> None:
         """The oldest request must be able to run alone (law 11)."""
@@ -153,9 +170,9 @@ class HiCache:
             self.tree.release(lease)
             self.tree.release(host_lease)
             return False
-        running = Running(total, {c: set(taken[c]) for c in load})
+        running = Running(total, Private(self.spec.kinds))
         self._running[request] = running
-        self._tables.take_path(request, path, taken, holes)
+        self._tables.take_path(request, running.private, path, taken, holes)
         request.lease, request.branch = lease, found.branch
         hits = 0 if request.admissions else 1  # the same request again is no second access
         self.tree.touch(lease, self.clock.now(), priority=request.priority, hits=hits)
@@ -213,20 +230,27 @@ class HiCache:
 
     # -- running -------------------------------------------------------------------------------
 
-    def extend(self, request: Request, end: int) -> bool:
+    def extend(self, request: Request, end: int, *, decode: bool = False) -> bool:
         """Give the request pages for tokens [0, end) and capture slots for the step up to `end`.
 
-        False if L1 cannot give the pages now: nothing has changed, let transfers end and try again.
+        `decode` says that the step computes sampled tokens only. False if L1 cannot give the pages now:
+        nothing has changed, let transfers end and try again.
         """
-        return self._tables.extend(request, self._running[request], end)
+        return self._tables.extend(request, self._running[request], end, decode=decode)
 
-    def computed(self, request: Request, end: int) -> None:
-        """The runner has computed tokens [0, end). Commits where a boundary is to be kept."""
+    def computed(self, request: Request, end: int, *, decode: bool = False) -> None:
+        """The runner has computed tokens [0, end). Commits where a boundary is to be kept.
+
+        Decode commits by progress since the last commit, however many tokens a step brings.
+        """
         request.computed = end
-        page = self.rules.page_size
-        prefill = end < len(request.tokens) or len(request.tokens) == request.prompt_length
-        if prefill or (end // page - request.committed) * page >= self.config.mamba_track_interval:
+        if request.track_position > end:
+            request.track_position = -1  # the step ended before it came there
+        progress = end // self.rules.page_size - request.committed
+        if not decode or progress >= self._places.decode_interval:
             self._commit(request)
+        elif self.spec.islands:
+            self._tables.give_back(request, self._running[request])
 
     def _commit(self, request: Request) -> None:
         """Move whole computed pages into the tree, and the lease with them; then write down."""
@@ -286,7 +310,11 @@ class HiCache:
     # -- time ----------------------------------------------------------------------------------
 
     def tick(self) -> bool:
-        """Let ended transfers take effect and start background writes; returns whether any ended."""
+        """Let ended transfers take effect and start background writes; returns whether any ended.
+
+        Called between steps: what the last one gave back may go to loads once its readers are done.
+        """
+        self.pools.lapse()
         ended = self.executor.poll()
         for done in ended:
             self._jobs.close(done)
@@ -343,6 +371,15 @@ class HiCache:
         self._age.clears += 1
         self.tree.forget_all_stored()
 
+    def release_device(self) -> bool:
+        """Drop L1 alone, so that its memory may be given away; L2 and L3 keep what they have.
+
+        Returns False if something in use had to be kept. Pages that have no copy below are lost.
+        """
+        for component in self.spec.kinds:
+            self.pools.drop(Tier.DEVICE, component)
+        return not any(self.pools[Tier.DEVICE, c].num_taken for c in self.spec.kinds)
+
     def flush_dirty(self, timeout_s: float) -> int:
         """Write everything down to storage; returns the FULL pages it still lacks when the time is up.
 
@@ -369,7 +406,8 @@ class HiCache:
                 holders += [held.get(component, array("i")) for held in host_held]
             else:
                 everyone = [*self._running.values(), *self._leaving]
-                holders += [array("i", r.owned.get(component, ())) for r in everyone]
+                holders += [r.private.slots(component) for r in everyone]
+                holders.append(self.pools.quarantine.slots(component))
             slots = [s for held in holders for s in held]
             if len(set(slots)) != len(slots) or len(slots) != pool.num_taken:
                 raise InvariantViolation(
@@ -384,6 +422,7 @@ class HiCache:
         """Entries kept for requests and transfers, by what they are; all 0 when nothing is going on."""
         kept = {"running": len(self._running), "leaving": len(self._leaving), "jobs": len(self._jobs)}
         kept |= self.sessions.remembered()
+        kept["quarantined"] = len(self.pools.quarantine)
         return {**kept, **self._prefetcher.remembered(), **self._writing.remembered()}
 
     def close(self) -> None:

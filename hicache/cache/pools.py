@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
+from hicache.cache.quarantine import Quarantine
 from hicache.cache.stats import CacheStats
 from hicache.errors import InvariantViolation
 from hicache.tiers.slots import SlotAllocator
@@ -24,6 +25,13 @@ class Copies(enum.Enum):
     LAST = "last"  # taken when nothing else is left
 
 
+class Use(enum.Enum):
+    """Who will write device slots first."""
+
+    ANY = "any"  # whoever comes, loads among them
+    COMPUTE = "compute"  # the compute stream, behind everything issued to it before
+
+
 class PagePools:
     """Slot allocators of every pool on device and host; allocation evicts from the tree.
 
@@ -31,9 +39,17 @@ class PagePools:
     """
 
     def __init__(
-        self, tree: TreeCore, device: Capacities, host: Capacities, stats: CacheStats, *, copies: Copies
+        self,
+        tree: TreeCore,
+        device: Capacities,
+        host: Capacities,
+        stats: CacheStats,
+        *,
+        copies: Copies,
+        quarantine: Quarantine,
     ) -> None:
         """`copies` is what holds where a caller does not say LAST."""
+        self.quarantine = quarantine
         self._tree = tree
         self._stats = stats
         self._copies = copies
@@ -59,12 +75,21 @@ class PagePools:
         return free + self._evictable(tier, component, self._mode(tier, component, copies))
 
     def allocate(
-        self, tier: Tier, wanted: Mapping[Component, int], copies: Copies = Copies.KEPT
+        self,
+        tier: Tier,
+        wanted: Mapping[Component, int],
+        copies: Copies = Copies.KEPT,
+        *,
+        use: Use = Use.ANY,
     ) -> dict[Component, Slots] | None:
         """Take pages of several components on a tier, evicting as needed; all of them or none.
 
-        A refusal evicts nothing.
+        A refusal evicts nothing. Slots in quarantine are for COMPUTE only, which gets them first.
         """
+        early = dict.fromkeys(wanted, 0)
+        if use is Use.COMPUTE and self.quarantine:
+            early = {c: min(n, self.quarantine.count(c)) for c, n in wanted.items()}
+            wanted = {c: n - early[c] for c, n in wanted.items()}
         short = {c: n - self._pools[tier, c].num_free for c, n in wanted.items()}
         short = {c: n for c, n in short.items() if n > 0}
         if any(self._evictable(tier, c, self._mode(tier, c, copies)) < n for c, n in short.items()):
@@ -81,8 +106,25 @@ class PagePools:
                     f"{tier.name} {component.name}: the tree promised {short.get(component, 0)} pages it "
                     f"could not free"
                 )
-            taken[component] = slots
+            taken[component] = slots + self.quarantine.take(component, early[component])
         return taken
+
+    def drop(self, tier: Tier, component: Component) -> None:
+        """Evict all of a pool that may go."""
+        self._evict(tier, component, self._tree.evictable(tier, component), Copies.KEPT)
+
+    def retire(self, component: Component, slots: Slots) -> None:
+        """Take device slots back that work already issued may still read."""
+        self.quarantine.put(component, slots)
+
+    def lapse(self) -> None:
+        """End a step: free what was retired and has no reader left."""
+        for component, slots in self.quarantine.lapse().items():
+            self.free(Tier.DEVICE, component, slots)
+
+    def held(self, tier: Tier, component: Component) -> int:
+        """Pages that neither are free nor could be evicted: what leases, requests and quarantine keep."""
+        return self._pools[tier, component].num_taken - self._tree.evictable(tier, component)
 
     def free(self, tier: Tier, component: Component, slots: Slots) -> None:
         if slots:

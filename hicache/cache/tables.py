@@ -9,12 +9,15 @@ from array import array
 from dataclasses import dataclass, field
 
 from hicache.cache.accounts import Accounts
-from hicache.cache.pools import PagePools
+from hicache.cache.ownership import Private
+from hicache.cache.places import Places
+from hicache.cache.pools import PagePools, Use
 from hicache.clock import Clock
-from hicache.config.cache import CacheConfig, StateCheckpoints
 from hicache.request import Capture, Request
 from hicache.transfer.base import Move
 from hicache.tree.base import Lease, PathSlots, TreeCore, TreeRules
+from hicache.tree.islands import frontier
+from hicache.tree.window import HOLE
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
@@ -25,18 +28,20 @@ class Running:
     """What the cache keeps of an admitted request besides its page tables."""
 
     total_pages: int  # the most FULL pages it may ever need
-    owned: dict[Component, set[int]] = field(default_factory=dict)  # private slots, not in the tree
+    private: Private  # slots that are not the tree's
     states: list[tuple[int, int]] = field(default_factory=list)  # captured (boundary, slot), to be committed
     host_lease: Lease | None = None  # source of a load in flight
     moves: list[Move] = field(default_factory=list)  # of the load in flight
     spoiled: bool = False  # its load failed: nothing it has may reach the tree
+    given_back: int = 0  # SWA pages before this are no longer in its table
     leaving: Lease | None = None  # ended while loading: the device lease, released when the load ends
 
 
 class PageTables:
     """The tables of all running requests of one cache. Owned by the cache's thread.
 
-    Invariant: a slot in a table is the tree's, under the request's lease, or in `Running.owned`.
+    Invariant: a slot in a table is the tree's, under the request's lease, or in `Running.private`. The
+    table names it for the runner; the other one owns it.
     """
 
     def __init__(
@@ -44,54 +49,62 @@ class PageTables:
         tree: TreeCore,
         pools: PagePools,
         rules: TreeRules,
-        config: CacheConfig,
+        places: Places,
         clock: Clock,
         accounts: Accounts,
     ) -> None:
         self._tree, self._pools, self._rules = tree, pools, rules
-        self._config, self._clock, self._accounts = config, clock, accounts
+        self._places, self._clock, self._accounts = places, clock, accounts
 
     def take_path(
-        self, request: Request, path: PathSlots, taken: dict[Component, Slots], holes: list[int]
+        self,
+        request: Request,
+        private: Private,
+        path: PathSlots,
+        taken: dict[Component, Slots],
+        holes: list[int],
     ) -> None:
         """Begin with a path of the tree: its leased slots, and `taken` where the host has to fill in.
 
         `holes` are the window's pages that the device lacks. Afterwards the tables cover [0, computed).
         """
         request.full = path.full_device + taken[FULL]
+        private.put(FULL, range(len(path.full_device), path.boundary), taken[FULL])
         if SWA in taken:
+            private.put(SWA, (path.window_start + i for i in holes), taken[SWA])
             window = array("i", path.swa_device)
             for i, slot in zip(holes, taken[SWA], strict=True):
                 window[i] = slot
             request.swa = array("i", [NO_SLOT]) * path.window_start + window
         if MAMBA in taken:
+            private.put_states(taken[MAMBA])
             request.state, request.track = taken[MAMBA]
             request.track_position = -1
         request.computed = path.boundary * self._rules.page_size
         # The tree adopts what was loaded at the first commit, once every layer has been read.
         request.committed = len(path.full_device)
 
-    def extend(self, request: Request, running: Running, end: int) -> bool:
+    def extend(self, request: Request, running: Running, end: int, *, decode: bool) -> bool:
         """Give the request pages for tokens [0, end) and capture slots for the step up to `end`.
 
         False if L1 cannot give the pages now: nothing has changed, let transfers end and try again.
         """
-        more = -(-end // self._rules.page_size) - len(request.full)
+        first = len(request.full)
+        more = -(-end // self._rules.page_size) - first
         if more > 0:
             wanted = {FULL: more, SWA: more} if SWA in self._rules.kinds else {FULL: more}
-            taken = self._pools.allocate(Tier.DEVICE, wanted)
+            taken = self._pools.allocate(Tier.DEVICE, wanted, use=Use.COMPUTE)
             if taken is None:
                 return False
-            request.full += taken[FULL]
-            running.owned[FULL].update(taken[FULL])
-            if SWA in taken:
-                request.swa += taken[SWA]
-                running.owned[SWA].update(taken[SWA])
+            for component, slots in taken.items():
+                table = request.full if component is FULL else request.swa
+                table += slots
+                running.private.put(component, range(first, first + more), slots)
         if request.state != NO_SLOT:
-            self._plan_captures(request, running, end)
+            self._plan_captures(request, running, end, decode=decode)
         return True
 
-    def _plan_captures(self, request: Request, running: Running, end: int) -> None:
+    def _plan_captures(self, request: Request, running: Running, end: int, *, decode: bool) -> None:
         """Choose the boundaries whose MAMBA state the coming step must leave behind."""
         page, start = self._rules.page_size, request.computed
         last = end // page * page
@@ -100,23 +113,16 @@ class PageTables:
             return
         request.captures.append(Capture(last, request.track))
         request.track_position = last
-        if end - start == 1:
-            return  # decode: only the rolling capture
-        grid = page * self._rules.align_pages
-        wanted = [b * page for b in request.branch] + [(request.prompt_length - 1) // grid * grid]
-        if self._config.mamba_prefill_checkpoints is StateCheckpoints.INTERVAL:
-            step = self._config.mamba_track_interval
-            wanted += range((start // step + 1) * step, end, step)
-        for position in dict.fromkeys(wanted):  # dearest first: a full pool drops the rest
-            if not start < position <= end or position == last:
-                continue
+        if decode:
+            return  # only the rolling capture
+        for place in self._places.of_prefill(request, start // page, last // page):
             taken = self._pools.allocate(Tier.DEVICE, {MAMBA: 1})
             if taken is None:
-                break
+                break  # a full pool drops the cheapest
             slot = taken[MAMBA][0]
-            running.owned[MAMBA].add(slot)
-            running.states.append((position // page, slot))
-            request.captures.append(Capture(position, slot))
+            running.private.put_states(taken[MAMBA])
+            running.states.append((place, slot))
+            request.captures.append(Capture(place * page, slot))
         request.captures.sort(key=lambda c: c.position)
 
     def commit(self, request: Request, running: Running) -> bool:
@@ -131,53 +137,70 @@ class PageTables:
                 running.states.append((end, request.track))
                 request.track = spare[MAMBA][0]
                 request.track_position = -1
-                running.owned[MAMBA].add(request.track)
+                running.private.put_states(spare[MAMBA])
         states = sorted(s for s in running.states if s[0] <= end)
         running.states = [s for s in running.states if s[0] > end]
-        offered = {
-            FULL: request.full[start:end],
-            SWA: request.swa[start:end],
-            MAMBA: array("i", (slot for _, slot in states)),
-        }
+        private = running.private
+        full = private.take(FULL, start, end)
+        swa = private.take(SWA, start, end) if SWA in self._rules.kinds else None
+        if states:
+            private.take_states(slot for _, slot in states)
         inserted = self._tree.insert(
             request.lease,
             request.tokens,
             start,
             end,
-            full=offered[FULL],
-            swa=offered[SWA] if SWA in self._rules.kinds else None,
+            full=full,
+            swa=swa,
             states=states,
+            places=self._places.of_commit(request, start, end, (at for at, _ in states)),
             now=self._clock.now(),
             priority=request.priority,
         )
-        for component in self._rules.kinds:
-            running.owned[component].difference_update(offered[component])
-            self._pools.free(Tier.DEVICE, component, inserted.duplicates.get(component, array("i")))
+        for component, slots in inserted.duplicates.items():
+            if component is SWA and self._places.islands:
+                self._pools.retire(component, slots)
+            else:
+                self._pools.free(Tier.DEVICE, component, slots)
         request.full[start:end] = inserted.full
         if SWA in self._rules.kinds:
             request.swa[start:end] = inserted.swa
-            self._drop_old_window(request, running, end)
+            self._leave_windows(request, running, end, end - self._rules.window_pages)
         request.committed = end
         self._accounts.committed(request, start, end, [at for at, _ in states])
         return True
 
-    def _drop_old_window(self, request: Request, running: Running, end: int) -> None:
-        """Forget SWA pages that no token from `end` on looks at; the private ones among them are freed.
+    def give_back(self, request: Request, running: Running) -> None:
+        """Let a request that decodes go of SWA that no later token looks at, in the tree and beside it.
+
+        What the next island will be made of stays.
+        """
+        reached = request.computed // self._rules.page_size
+        first = reached - self._rules.window_pages
+        if SWA not in self._rules.kinds or first <= running.given_back:
+            return
+        if request.lease is not None and first > request.lease.swa_start:
+            self._tree.hold_windows(request.lease, first)
+        self._leave_windows(request, running, frontier(reached, self._rules), first)
+
+    def _leave_windows(self, request: Request, running: Running, end: int, first: int) -> None:
+        """Give private SWA pages before `end` back, and forget all pages before `first`, if that is later.
 
         The tree's own are no longer leased there, and may be anybody's from now on.
         """
-        owned = running.owned[SWA]
-        first = max(0, end - self._rules.window_pages)
-        # Pages loaded for the admission window may be private; those from `committed` on were offered.
-        old = array("i", (s for s in request.swa[: min(first, request.committed)] if s in owned))
-        owned.difference_update(old)
-        self._pools.free(Tier.DEVICE, SWA, old)
-        request.swa[:first] = array("i", [NO_SLOT]) * first
+        old = running.private.take_before(SWA, min(end, max(0, first)))
+        if self._places.islands:
+            self._pools.retire(SWA, old)
+        else:
+            self._pools.free(Tier.DEVICE, SWA, old)
+        if first > running.given_back:
+            request.swa[running.given_back : first] = HOLE * (first - running.given_back)
+            running.given_back = first
 
     def free(self, running: Running) -> None:
         """Give back every private slot."""
-        for component, slots in running.owned.items():
-            self._pools.free(Tier.DEVICE, component, array("i", slots))
+        for component, slots in running.private.drain().items():
+            self._pools.free(Tier.DEVICE, component, slots)
 
 
 def clear_tables(request: Request) -> None:

@@ -128,6 +128,18 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
     _option(_MEMORY, "mamba_full_memory_ratio", "L1's MAMBA bytes per FULL byte.", type=float),
     _option(_MEMORY, "max_mamba_cache_size", "MAMBA states on L1, instead of the ratio.", type=int),
     _option(_MEMORY, "mamba_track_interval", "Tokens between MAMBA checkpoints.", type=int),
+    _option(
+        _MEMORY,
+        "enable_swa_islands",
+        "Keep SWA only where a prompt may be resumed, so that a small --swa-full-tokens-ratio is enough.",
+        is_flag=True,
+    ),
+    _option(
+        _MEMORY,
+        "swa_checkpoint_interval",
+        "With islands, tokens between windows that are kept; 0 keeps those at chunk ends.",
+        type=int,
+    ),
     _option(_MEMORY, "radix_eviction_policy", "lru, lfu, slru, priority, fifo, mru, filo, tlru or adaptive."),
     _option(_MEMORY, "radix_eviction_policy_config", "The policy's own options, as JSON or @FILE."),
     _option(

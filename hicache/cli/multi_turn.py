@@ -16,6 +16,7 @@ from hicache.bench.published import PUBLISHED
 from hicache.bench.report import JSON, RunReport, TurnResult
 from hicache.bench.system import SYSTEMS, SimulatedSystem, Tiers
 from hicache.bench.workloads import WORKLOADS, Pacing, ReadyQueue, Workload
+from hicache.config.cache import StateCheckpoints
 from hicache.config.sizes import ByteSize
 from hicache.engine.scheduler import FinalToken
 from hicache.errors import ConfigError
@@ -75,6 +76,18 @@ _SYSTEM_FLAGS = (
     click.option("--max-total-tokens", type=int, help="FULL tokens of L1."),
     click.option("--swa-full-tokens-ratio", type=float, help="SWA tokens per FULL token of L1 and L2."),
     click.option("--sliding-window", type=int, help="Tokens of the SWA window."),
+    click.option(
+        "--enable-swa-islands",
+        is_flag=True,
+        default=None,
+        help="Keep SWA (and states) at chunk ends, branching points and ends only.",
+    ),
+    click.option("--swa-checkpoint-interval", type=int, help="With islands, tokens between kept windows."),
+    click.option(
+        "--mamba-prefill-checkpoints",
+        type=click.Choice([c.value for c in StateCheckpoints]),
+        help="Without islands: states every 256 tokens of a prefill, or at its ends only.",
+    ),
     click.option(
         "--mamba-full-memory-ratio", type=float, help="Bytes of MAMBA states per byte of FULL, on L1."
     ),
@@ -233,6 +246,8 @@ def _system(name: str, flags: dict[str, object]) -> SimulatedSystem:
     given = {key: value for key, value in flags.items() if key in names and value is not None}
     if "components" in given:
         given["components"] = _components(str(given["components"]))
+    if "mamba_prefill_checkpoints" in given:
+        given["mamba_prefill_checkpoints"] = StateCheckpoints(given["mamba_prefill_checkpoints"])
     if "l3_bytes" in given:
         given["l3_bytes"] = float(int(ByteSize.parse(str(given["l3_bytes"]))))
     return SYSTEMS.get(name, SimulatedSystem()).given(**given)

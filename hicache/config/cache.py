@@ -34,6 +34,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_sessions: int = 65536  # open at once; beyond it the least recently used idle one ends
     chunked_prefill_size: int = 2048
     mamba_track_interval: int = 256
+    swa_checkpoint_interval: int = 0  # with islands: windows (and states) every so many tokens; 0: chunk ends
     mamba_prefill_checkpoints: StateCheckpoints = StateCheckpoints.INTERVAL
     # Shares of a tier's FULL pages: what queued prefetches may hold of L2 (law 11: under half), what
     # stores in flight may hold of L2, and the reserve of next victims that write_back keeps clean.
@@ -55,6 +56,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{_named(name)} {getattr(self, name)} must be at least 1")
         if self.ceiling_pages < 0:
             raise ConfigError(f"ceiling_pages {self.ceiling_pages} must be 0 or more")
+        if self.swa_checkpoint_interval < 0:
+            raise ConfigError(f"{_named('swa_checkpoint_interval')} {self.swa_checkpoint_interval} must be 0 or more")
         for name in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token", "prefetch_timeout_max"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} {getattr(self, name):g} must be a number of seconds, 0 or more")
@@ -71,6 +74,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for flag, value in (
             ("--chunked-prefill-size", self.chunked_prefill_size),
             ("--mamba-track-interval", self.mamba_track_interval),
+            ("--swa-checkpoint-interval", self.swa_checkpoint_interval),
         ):
             if value % page_size:
                 raise ConfigError(

@@ -78,6 +78,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mamba_full_memory_ratio: float = 0.9
     max_mamba_cache_size: int | None = None
     mamba_track_interval: int = 256
+    enable_swa_islands: bool = False
+    swa_checkpoint_interval: int = 0
     radix_eviction_policy: str = "lru"
     radix_eviction_policy_config: Mapping[str, float] = {}
     enable_session_radix_cache: bool = True
@@ -125,6 +127,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "session_timeout": self.session_timeout,
                 "chunked_prefill_size": self.chunked_prefill_size,
                 "mamba_track_interval": self.mamba_track_interval,
+                "swa_checkpoint_interval": self.swa_checkpoint_interval,
                 **self.cache,
                 **generic,
             },

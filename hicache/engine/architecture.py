@@ -224,11 +224,19 @@ class Shard:
 WHOLE = Shard()
 
 
-def reference_spec(config: ReferenceConfig, page_size: int, shard: Shard = WHOLE) -> ModelSpec:
+def reference_spec(
+    config: ReferenceConfig, page_size: int, shard: Shard = WHOLE, *, islands: bool = False
+) -> ModelSpec:
     """Describe the pools the model reads and writes, for pages of `page_size` tokens, on one rank.
 
     KV heads and recurrent channels are sharded; indexer keys have no heads, every rank has them whole.
+    `islands` is of models with SWA; raises ConfigError for others.
     """
+    if islands and Component.SWA not in config.kinds:
+        raise ConfigError(
+            f"--enable-swa-islands needs a model with SWA layers; {layer_string(config.layers)} has none, "
+            "see --model-preset and --layers"
+        )
     shard.check(config)
     kv_row = (2, config.kv_heads // shard.size, config.head_dim)
     channels = config.hidden // shard.size
@@ -250,7 +258,10 @@ def reference_spec(config: ReferenceConfig, page_size: int, shard: Shard = WHOLE
             pools.append(PoolSpec(name, 1, kv_row, "float32", page_size, at=last))
         window = config.window if component is Component.SWA else 0
         logical = component is Component.FULL and not layers
-        components.append(ComponentSpec(component, tuple(pools), window=window, logical=logical))
+        kept = islands and component is Component.SWA
+        components.append(
+            ComponentSpec(component, tuple(pools), window=window, logical=logical, islands=kept)
+        )
     return ModelSpec(
         model_id=config.model_id,
         page_size=page_size,

@@ -16,7 +16,7 @@ from hicache.engine.layers import Ranks
 from hicache.engine.model import ReferenceModel
 from hicache.engine.ranks import GlooRanks
 from hicache.engine.runner import LogitsObserver, TorchRunner
-from hicache.engine.scheduler import FinalToken, Scheduler, Settle
+from hicache.engine.scheduler import AcceptLength, FinalToken, Scheduler, Settle
 from hicache.request import Request
 from hicache.storage_backends.base import StorageBackend
 from hicache.tiers.device import DevicePools
@@ -39,6 +39,8 @@ class EngineSettings:
     max_running_requests: int = 16
     final_token: FinalToken = FinalToken.SKIP
     settle: Settle = Settle.ASYNC
+    islands: bool = False  # SWA is kept where a path may be resumed only
+    accept_length: AcceptLength | None = None  # tokens of a decode step; one without it
 
 
 class ReferenceEngine:
@@ -61,7 +63,7 @@ class ReferenceEngine:
         ranks: GlooRanks | None = None,
     ) -> None:
         shard = ranks.shard if ranks is not None else WHOLE
-        self.spec = reference_spec(settings.model, settings.page_size, shard)
+        self.spec = reference_spec(settings.model, settings.page_size, shard, islands=settings.islands)
         if ranks is not None:
             settings = _agreed(settings, ranks)
         self.settings, self.ranks = settings, ranks
@@ -97,6 +99,7 @@ class ReferenceEngine:
             context_length=settings.model.context_length,
             settle=settings.settle,
             final_token=settings.final_token,
+            accept_length=settings.accept_length,
             on_token=on_token,
             on_finish=on_finish,
         )

@@ -49,6 +49,10 @@ class FinalToken(enum.Enum):
     COMPUTE = "compute"
 
 
+# How many tokens a request's next decode step brings, as with speculative decoding; one without it.
+AcceptLength = Callable[[Request], int]
+
+
 class RequestRefused(HiCacheError, ValueError):
     """A request that can never run; the message says why."""
 
@@ -65,6 +69,7 @@ class Scheduler:
         context_length: int | None = None,
         settle: Settle = Settle.ASYNC,
         final_token: FinalToken = FinalToken.SKIP,
+        accept_length: AcceptLength | None = None,
         on_token: Callable[[Request, int], None] | None = None,
         on_finish: Callable[[Request], None] | None = None,
     ) -> None:
@@ -72,6 +77,7 @@ class Scheduler:
         self._max_running = max_running_requests
         self._limit = min(cache.max_request_tokens, context_length or cache.max_request_tokens)
         self._settle, self._final = settle, final_token
+        self._accept_length = accept_length
         self._on_token, self._on_finish = on_token, on_finish
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -231,17 +237,36 @@ class Scheduler:
             end = len(request.tokens)
             if request.computed != end - 1 or end == request.prompt_length:
                 continue
-            if not self.cache.extend(request, end):
+            last = end - 1 + self._accepted(request)
+            if last > end and self.cache.extend(request, last, decode=True):
+                end = last
+            elif not self.cache.extend(request, end, decode=True):
                 continue
             computed = True
             try:
-                token = self._runner.decode(request)
+                self._decode_to(request, end)
             except LoadFailed:
                 self._restart(request)
-                continue
-            self.cache.computed(request, end)
-            self._sampled(request, token)
         return computed
+
+    def _accepted(self, request: Request) -> int:
+        if self._accept_length is None:
+            return 1
+        left = request.max_new_tokens - (len(request.tokens) - request.prompt_length)
+        return max(1, min(self._accept_length(request), left))
+
+    def _decode_to(self, request: Request, end: int) -> None:
+        """Compute the positions of one decode step, [computed, end); a stop token ends it early."""
+        captures = request.captures
+        for reached in range(request.computed + 1, end + 1):
+            request.captures = [c for c in captures if c.position == reached]
+            token = self._runner.decode(request)
+            last = reached == end or token in request.stop_tokens
+            if last:
+                self.cache.computed(request, reached, decode=True)
+            self._sampled(request, token)
+            if last:
+                return
 
     def _sampled(self, request: Request, token: int) -> None:
         request.tokens.append(token)
@@ -254,9 +279,9 @@ class Scheduler:
 
     def _finish(self, request: Request) -> None:
         end = len(request.tokens)
-        if self._final is FinalToken.COMPUTE and self.cache.extend(request, end):
+        if self._final is FinalToken.COMPUTE and self.cache.extend(request, end, decode=True):
             self._runner.prefill(request, end - 1, end)
-            self.cache.computed(request, end)
+            self.cache.computed(request, end, decode=True)
         self._running.remove(request)
         self._rids.discard(request.rid)
         self.cache.finish(request)

@@ -112,7 +112,7 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
             "or install a torch built for CUDA"
         )
     model, cache = model_config(config), config.cache_config()
-    spec = reference_spec(model, config.page_size)
+    spec = reference_spec(model, config.page_size, islands=config.enable_swa_islands)
     device = device_capacities(
         spec,
         max_total_tokens=config.max_total_tokens,
@@ -131,6 +131,7 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
         layout=HostLayout(config.hicache_mem_layout.value),
         device=config.device,
         max_running_requests=config.max_running_requests,
+        islands=config.enable_swa_islands,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hicache.testing.oracle import Page
+    from hicache.testing.oracle_pages import Page
 
 
 class Conversations:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
 from hicache.types import Component
@@ -37,6 +38,12 @@ def random_spec(rng: random.Random, kinds: Sequence[Component], page_size: int, 
         for component in kinds
     ]
     return ModelSpec("random", page_size, tuple(components), weight_version="1")
+
+
+def with_islands(spec: ModelSpec) -> ModelSpec:
+    """The same model, SWA kept where a path may be resumed only."""
+    kept = tuple(replace(c, islands=c.component is SWA) for c in spec.components)
+    return replace(spec, components=kept)
 
 
 def _pool(component: Component, number: int, page_size: int, *, ratio: int = 1) -> PoolSpec:

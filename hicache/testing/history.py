@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 from hicache.errors import InvariantViolation
 from hicache.keys import page_hashes
-from hicache.testing.oracle import Held, Oracle
+from hicache.testing.history_shape import HistoryShape
+from hicache.testing.oracle import Oracle
+from hicache.testing.oracle_pages import Held
 from hicache.tiers.slots import SlotAllocator
 from hicache.tree.base import Lease, SessionRefs, TreeCore, TreeRules, WritePlan
 from hicache.tree.eviction import EvictionPolicy
@@ -33,18 +35,6 @@ class _Active:
     tokens: array[int]
     lease: Lease
     held: Held
-
-
-@dataclass
-class HistoryShape:
-    """How large a history's world is: small pools and few tokens make collisions common."""
-
-    device_slots: int = 14
-    host_slots: int = 16
-    alphabet: int = 2
-    longest: int = 9  # pages
-    scopes: int = 2
-    most_leases: int = 5
 
 
 @dataclass
@@ -79,6 +69,7 @@ class TreeHistory:
             (self._admit, 6),
             (self._grow, 14),
             (self._finish, 5),
+            (self._hold_windows, 3 if self.shape.islands else 0),
             (self._evict, 10),
             (self._fetch, 6),
             (self._pin_host, 2),
@@ -264,8 +255,13 @@ class TreeHistory:
         if SWA in self.rules.kinds and self.random.random() < 0.9:
             swa = self._offered(DEVICE, SWA, end - start, self.random.choice([0.3, 0.8, 1.0]))
         states = self._states(DEVICE, start, end)
+        places = None
+        if self.shape.islands and self.random.random() < 0.8:
+            places = [at for at in range(1, end + 2) if self.random.random() < 0.3] + [end]
         priority = self.random.randint(-1, 2)
-        self.trail.append(f"insert {list(active.tokens)} [{start}, {end}) swa {swa} states {states}")
+        self.trail.append(
+            f"insert {list(active.tokens)} [{start}, {end}) swa {swa} states {states} places {places}"
+        )
         done = self.tree.insert(
             active.lease,
             active.tokens,
@@ -274,6 +270,7 @@ class TreeHistory:
             full=full,
             swa=swa,
             states=states,
+            places=places,
             now=self.now,
             priority=priority,
         )
@@ -285,6 +282,7 @@ class TreeHistory:
             full=full,
             swa=swa,
             states=states,
+            places=places,
             now=self.now,
             priority=priority,
         )
@@ -314,6 +312,16 @@ class TreeHistory:
         self.trail.append(f"session {number} closes")
         self.tree.unrefer(self.sessions[number])
         self.oracle.sessions.unrefer(self.oracle.pages(), self.sessions[number])
+
+    def _hold_windows(self) -> None:
+        """A running request moves on: its lease needs another part of the window."""
+        active = self._one()
+        if active is None:
+            return
+        start = self.random.randint(0, active.lease.depth + 2)
+        self.trail.append(f"hold windows of depth {active.lease.depth} from {start}")
+        self.tree.hold_windows(active.lease, start)
+        self.oracle.hold_windows(active.held, start)
 
     def _evict(self) -> None:
         tier = self.random.choice((DEVICE, HOST))

@@ -83,6 +83,8 @@ class LedgerExecutor(Executor):
         self._jobs: dict[JobId, _Job] = {}
         self._ended: list[Done] = []
         self._epoch = 1
+        self._fences = 0
+        self.issued: int | None = None  # while set, nothing issued behind this fence has been read yet
 
     @property
     def has_storage(self) -> bool:
@@ -121,6 +123,22 @@ class LedgerExecutor(Executor):
     def copy_state(self, source: int, target: int) -> None:
         key = (Tier.DEVICE, Component.MAMBA)
         self.content[(*key, target)] = self.content[(*key, source)]
+
+    def fence(self) -> object:
+        self._fences += 1
+        return self._fences
+
+    def passed(self, fence: object) -> bool:
+        assert isinstance(fence, int)
+        return self.issued is None or fence <= self.issued
+
+    def hold_readers(self) -> None:
+        """Let everything that reads from now on not end, until release_readers()."""
+        self.issued = self._fences
+
+    def release_readers(self) -> None:
+        """Let it all have been read."""
+        self.issued = None
 
     def start_load(self, job: JobId, moves: Sequence[Move]) -> LoadTicket:
         self._start(job, JobKind.LOAD, moves)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from hicache.errors import InvariantViolation
 from hicache.testing.conversations import Conversations
+from hicache.testing.oracle_pages import Held, Page
 from hicache.testing.victims import next_full
 from hicache.tree.base import Evicted, Freed, Inserted, PathSlots, TreeRules, WritePlan
 from hicache.tree.eviction import EvictionPolicy, Stats
@@ -19,45 +20,6 @@ from hicache.types import NO_SLOT, TOKEN_BYTES, Component, Slots, Tier
 
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
-
-
-class Page:
-    """One page of one path: its slots by component and tier, and what is known of it."""
-
-    __slots__ = ("busy", "children", "depth", "parent", "sessions", "slots", "state_stats", "stats",
-                 "stored", "tokens")  # fmt: skip
-
-    def __init__(self, parent: Page | None, tokens: bytes, stats: Stats) -> None:
-        self.parent = parent
-        self.tokens = tokens  # of this page
-        self.depth: int = parent.depth + 1 if parent is not None else 0  # the boundary at its end
-        self.children: dict[bytes, Page] = {}
-        self.slots = {c: [NO_SLOT, NO_SLOT] for c in Component}
-        self.busy: set[tuple[Component, Tier]] = set()
-        self.stored: set[Component] = set()
-        self.sessions: set[object] = set()  # those that refer to it
-        self.stats = stats
-        self.state_stats = stats.copy()
-
-    def has(self, component: Component, tier: Tier) -> bool:
-        return self.slots[component][tier] != NO_SLOT
-
-    def on_any(self, component: Component) -> bool:
-        return self.slots[component] != [NO_SLOT, NO_SLOT]
-
-
-class Held:
-    """A lease as the oracle knows it: the path, and what of it is protected."""
-
-    def __init__(self, path: list[Page], tier: Tier, swa_start: int, states: tuple[int, ...]) -> None:
-        self.path = path
-        self.tier = tier
-        self.swa_start = swa_start
-        self.states = states
-
-    @property
-    def depth(self) -> int:
-        return len(self.path)
 
 
 class Oracle:
@@ -164,6 +126,7 @@ class Oracle:
         full: Slots,
         swa: Slots | None,
         states: Sequence[tuple[int, int]],
+        places: Sequence[int] | None,
         now: float,
         priority: int,
     ) -> Inserted:
@@ -182,7 +145,11 @@ class Oracle:
                 out.new_pages += 1
             there = page.has(FULL, DEVICE)
             self._adopt(page, FULL, DEVICE, full[i - start], out.duplicates)
-            if there and i < end - self.rules.window_pages and offered != NO_SLOT:
+            unwanted = there and i < end - self.rules.window_pages
+            if places is not None:  # an island is the window before a place, and one boundary more
+                reach = self.rules.window_pages + self.rules.align_pages
+                unwanted = not any(at - reach <= i < at for at in places)
+            if unwanted and offered != NO_SLOT:
                 out.duplicates.setdefault(SWA, array("i")).append(offered)
             else:
                 self._adopt(page, SWA, DEVICE, offered, out.duplicates)
@@ -275,6 +242,11 @@ class Oracle:
     def release(self, held: Held) -> None:
         """End a protection."""
         self.held.remove(held)
+
+    def hold_windows(self, held: Held, swa_start: int) -> None:
+        """Move the start of a protected window."""
+        if SWA in self.rules.kinds:
+            held.swa_start = min(swa_start, held.depth)
 
     def touch(self, held: Held, now: float, priority: int) -> None:
         """Stamp every page of a path, and the state at its end."""

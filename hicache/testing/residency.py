@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from hicache.errors import InvariantViolation
 from hicache.keys import page_hashes
-from hicache.testing.oracle import Oracle, Page
+from hicache.testing.oracle import Oracle
+from hicache.testing.oracle_pages import Page
 from hicache.tree.residency import Loss, Observer
 from hicache.types import Component, Tier
 

@@ -12,7 +12,7 @@ from typing import Any
 from hicache.build import TierSizes, build_cache
 from hicache.clock import ManualClock
 from hicache.config.cache import CacheConfig
-from hicache.engine.scheduler import Scheduler
+from hicache.engine.scheduler import AcceptLength, Scheduler
 from hicache.errors import InvariantViolation
 from hicache.request import Request
 from hicache.testing.ledger import LedgerRunner, ScriptedLedger, make_request
@@ -42,9 +42,11 @@ class ScriptedCache:
         host: Mapping[Component, int] = ROOMY,
         storage: bool = True,
         max_running_requests: int = 4,
+        islands: bool = False,
+        accept_length: AcceptLength | None = None,
         **settings: Any,
     ) -> None:
-        spec = tiny_spec(kinds, page_size, window)
+        spec = tiny_spec(kinds, page_size, window, islands=islands)
         sizes = TierSizes({c: device[c] for c in kinds}, {c: host[c] for c in kinds if c in host})
         chosen: dict[str, Any] = {
             "prefetch_threshold": 1,
@@ -60,6 +62,7 @@ class ScriptedCache:
             self.cache,
             LedgerRunner(spec, self.executor, self.clock, vocabulary=3),
             max_running_requests=max_running_requests,
+            accept_length=accept_length,
             on_finish=self.finished.append,
         )
 
@@ -149,6 +152,7 @@ class ScriptedCache:
 
     def check_quiet(self) -> None:
         """Nothing is in flight, held, leased or remembered; whatever is cached can be dropped."""
+        self.cache.tick()  # ends the last step
         self.cache.check_integrity()
         remembered = self.cache.remembered()
         if self.cache.in_flight or any(remembered.values()):

@@ -21,7 +21,7 @@ from hicache.errors import InvariantViolation
 from hicache.keys import page_hashes
 from hicache.request import Request
 from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
-from hicache.testing.families import random_spec
+from hicache.testing.families import random_spec, with_islands
 from hicache.testing.ledger import Faults, Identity, LedgerExecutor, LedgerRunner, identity, make_request
 from hicache.testing.ranks import RankedRunner
 from hicache.transfer.agreed import AgreedExecutor
@@ -43,13 +43,14 @@ FAULTS = [
 ]
 
 
-def tiny_spec(kinds: Sequence[Component], page_size: int, window: int) -> ModelSpec:
+def tiny_spec(kinds: Sequence[Component], page_size: int, window: int, *, islands: bool = False) -> ModelSpec:
     """A model whose pages hold nothing but their identity."""
     components = [
         ComponentSpec(
             component,
             (PoolSpec(component.name.lower(), 1, (1,), "uint8", 1 if component is MAMBA else page_size),),
             window=window if component is SWA else 0,
+            islands=islands and component is SWA,
         )
         for component in kinds
     ]
@@ -97,7 +98,10 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
     page = rng.choice([1, 2, 4])
     chunk = page * rng.choice([2, 4, 8])
     window = rng.choice([1, page, 2 * page + 1, 3 * page])
+    islands = SWA in kinds and rng.random() < 0.5
     spec = random_spec(rng, kinds, page, window)
+    if islands:
+        spec = with_islands(spec)
     swa_need = spec.window_pages + max(chunk, 8 * page) // page + 1
     device = {
         FULL: rng.choice([24, 40]),
@@ -120,6 +124,7 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
         chunked_prefill_size=chunk,
         mamba_track_interval=8 * page,
         mamba_prefill_checkpoints=rng.choice(list(StateCheckpoints)),
+        swa_checkpoint_interval=rng.choice([0, page, 3 * page]) if islands else 0,
         store_host_share=rng.choice([0.1, 0.25, 0.5]),
         enable_session_radix_cache=rng.random() < 0.9,
         session_timeout=rng.choice([0.05, 1.0, float("inf")]),
@@ -144,6 +149,7 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
         runner,
         max_running_requests=rng.choice([1, 3, 6]),
         final_token=rng.choice(list(FinalToken)),
+        accept_length=rng.choice([None, lambda _: rng.randint(1, 16)]),
         on_finish=world.end,
     )
     return world
@@ -341,6 +347,7 @@ def run(world: World, steps: int) -> None:
 
 def come_to_rest(world: World) -> None:
     """Let everything end, and check that nothing is left."""
+    world.executor.release_readers()
     world.scheduler.run_until_idle(stall_s=1e3)
     if not world.cache.settle(1e3):
         raise InvariantViolation("transfers did not end")

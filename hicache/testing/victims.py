@@ -11,7 +11,7 @@ from hicache.tree.eviction import EvictionPolicy
 from hicache.types import Component, Tier
 
 if TYPE_CHECKING:
-    from hicache.testing.oracle import Page
+    from hicache.testing.oracle_pages import Page
 
 FULL = Component.FULL
 

@@ -123,6 +123,14 @@ class Executor(ABC):
         """Copy one MAMBA family on the device, ordered with the compute stream (copy-on-write)."""
 
     @abstractmethod
+    def fence(self) -> object:
+        """Mark what the compute stream holds so far: everything issued, done or not."""
+
+    @abstractmethod
+    def passed(self, fence: object) -> bool:
+        """True once everything before a fence has happened. Never blocks."""
+
+    @abstractmethod
     def start_load(self, job: JobId, moves: Sequence[Move]) -> LoadTicket:
         """Copy host pages to device pages layer by layer; a gate per layer. Reported as Done too."""
 

@@ -148,6 +148,12 @@ class TransferExecutor(Executor):
         slot_index((source, target), self._device.capacities[Component.MAMBA], "device MAMBA")
         self._device.copy_state(source, target)
 
+    def fence(self) -> Mark:
+        return self._engine.fence()
+
+    def passed(self, fence: Mark) -> bool:
+        return self._engine.passed(fence)
+
     def start_load(self, job: JobId, moves: Sequence[Move]) -> Load:
         pages = gather_pages(moves, self._device, self._host_pools, kind=JobKind.LOAD)
         load = Load(job, self._engine, self._schedule, pages)

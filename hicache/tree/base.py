@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from hicache.types import NO_SLOT, Component, Slots, Tier, TokenBuffer
 
@@ -160,6 +160,7 @@ class TreeCore(ABC):
     """
 
     rules: TreeRules
+    keeps_islands: ClassVar[bool] = False  # whether insert() takes `places`
 
     # -- reading; none of these changes anything -----------------------------------------------
 
@@ -210,6 +211,10 @@ class TreeCore(ABC):
         """End a lease. Releasing twice raises InvariantViolation."""
 
     @abstractmethod
+    def hold_windows(self, lease: Lease, swa_start: int) -> None:
+        """Let the lease's SWA range begin at `swa_start`; what it no longer covers may be evicted."""
+
+    @abstractmethod
     def touch(self, lease: Lease, now: float, *, priority: int = 0, hits: int = 1) -> None:
         """Record one request's access to the lease's path: recency, a hit, priority (the maximum).
 
@@ -250,6 +255,7 @@ class TreeCore(ABC):
         full: Slots,
         swa: Slots | None = None,
         states: Sequence[tuple[int, int]] = (),
+        places: Sequence[int] | None = None,
         now: float = 0.0,
         priority: int = 0,
     ) -> Inserted:
@@ -260,6 +266,8 @@ class TreeCore(ABC):
         slot) pairs inside (start, end]. Pages new to the device are adopted, with their SWA where
         offered; where the page is there already the offered slot comes back as a duplicate, except
         that a tombstone inside the last window before `end` takes the offered SWA slot (recovery).
+        With `places` (boundaries; a core that `keeps_islands`), only the window and one page before each
+        of them is adopted or recovered, and every other offered SWA slot comes back as a duplicate.
         Afterwards the lease protects [0, end), the last window, and the state at `end` if there is one.
         Counts as the path's first access where pages are new; touch() is separate.
         """

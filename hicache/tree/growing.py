@@ -12,6 +12,7 @@ from hicache.errors import InvariantViolation
 from hicache.tree.base import Inserted, Lease
 from hicache.tree.eviction import Stats
 from hicache.tree.forest import Forest, byte_view
+from hicache.tree.islands import island_ranges, part
 from hicache.tree.leases import checked, move, tell_device, touch_window
 from hicache.tree.node import STORED, Node, State
 from hicache.tree.observing import saw_written
@@ -30,6 +31,7 @@ class _Offer:
         "now",
         "priority",
         "reach",
+        "recover",
         "rejected",
         "start",
         "stored",
@@ -59,6 +61,7 @@ class _Offer:
         self.now = now
         self.priority = priority
         self.reach = reach
+        self.recover = start  # the page from which tombstones of pages that are there take offered SWA
         self.stored = False
         self.rejected: dict[Component, Slots] = {}
 
@@ -102,6 +105,7 @@ def insert(
     full: Slots,
     swa: Slots | None = None,
     states: Sequence[tuple[int, int]] = (),
+    places: Sequence[int] | None = None,
     now: float = 0.0,
     priority: int = 0,
 ) -> Inserted:
@@ -120,6 +124,12 @@ def insert(
     if node.device_end < start:
         raise InvariantViolation(f"pages up to {start} are not on the device, only {node.device_end}")
     offer = _Offer(Tier.DEVICE, view, start, end, full, swa, now, priority, end * f.page_size)
+    if places is None:
+        offer.recover = end - f.window_pages
+    elif swa is not None:
+        ranges = island_ranges(places, f.rules, start, end)
+        offer.swa, dead = part(swa, start, ranges)
+        offer.reject(Component.SWA, dead)
     out = Inserted(array("i"), array("i"), offer.rejected, 0)
     node = _extend_path(f, offer, node, out)
     if f.policy.reuse is not None:
@@ -163,7 +173,7 @@ def _join_device(f: Forest, offer: _Offer, node: Node, at: int, stop: int, out: 
     if shared > at:
         offer.reject(Component.FULL, offer.full[at - base : shared - base])
         if offer.swa is not None:
-            window = max(at, min(shared, offer.end - f.window_pages))
+            window = max(at, min(shared, offer.recover))
             offer.reject(Component.SWA, offer.swa[at - base : window - base])
             _adopt_swa(f, offer, node, window, shared)
     low = max(at, device_end)

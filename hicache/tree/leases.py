@@ -101,6 +101,19 @@ def move(f: Forest, lease: TreeLease, node: Node, depth: int) -> None:
         f.reoffer(lease)
 
 
+def hold_windows(f: Forest, lease: Lease, swa_start: int) -> None:
+    """Let a lease's SWA range begin at `swa_start`."""
+    held = checked(f, lease)
+    if not f.swa:
+        return
+    f.unregister(held)
+    held.swa_start = min(max(0, swa_start), held.depth)
+    f.register(held)
+    if held.parked:
+        f.reoffer(held)
+    f.version += 1
+
+
 def touch(f: Forest, lease: Lease, now: float, *, priority: int = 0, hits: int = 1) -> None:
     """Record one access: a mark where it ends, hits on the ancestors, the last window, the state."""
     held = checked(f, lease)

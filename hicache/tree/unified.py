@@ -31,6 +31,8 @@ class UnifiedTree(TreeCore):
     in the tree; a lease on a tier also keeps it on that tier. Times passed in must not go back.
     """
 
+    keeps_islands = True
+
     def __init__(
         self,
         rules: TreeRules,
@@ -77,6 +79,9 @@ class UnifiedTree(TreeCore):
     def release(self, lease: Lease) -> None:
         leases.release(self._forest, lease)
 
+    def hold_windows(self, lease: Lease, swa_start: int) -> None:
+        leases.hold_windows(self._forest, lease, swa_start)
+
     def touch(self, lease: Lease, now: float, *, priority: int = 0, hits: int = 1) -> None:
         leases.touch(self._forest, lease, now, priority=priority, hits=hits)
 
@@ -99,6 +104,7 @@ class UnifiedTree(TreeCore):
         full: Slots,
         swa: Slots | None = None,
         states: Sequence[tuple[int, int]] = (),
+        places: Sequence[int] | None = None,
         now: float = 0.0,
         priority: int = 0,
     ) -> Inserted:
@@ -111,6 +117,7 @@ class UnifiedTree(TreeCore):
             full=full,
             swa=swa,
             states=states,
+            places=places,
             now=now,
             priority=priority,
         )

@@ -83,7 +83,7 @@ def test_every_rank_enters_the_same_collectives_of_one_size_whatever_its_own_poo
 
     def work(member: MeetingMember) -> None:
         world = make_world(6, meeting.member(member.rank))
-        for _ in range(100):
+        for _ in range(150):
             act(world)
         come_to_rest(world)
 

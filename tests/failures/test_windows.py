@@ -41,7 +41,10 @@ def test_any_pattern_of_holes_and_states_equals_brute_force() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("window", [1, 4, 16, 64, 100])
-def test_every_window_and_page_size_keeps_the_last_page_and_counts_right(page_size: int, window: int) -> None:
+@pytest.mark.parametrize("islands", [False, True])
+def test_every_window_and_page_size_keeps_the_last_page_and_counts_right(
+    page_size: int, window: int, islands: bool
+) -> None:
     """A window smaller than a page would tombstone the very page that is being written."""
     pages = -(-window // page_size)
     room = pages + 8 + 1 + 4
@@ -52,12 +55,14 @@ def test_every_window_and_page_size_keeps_the_last_page_and_counts_right(page_si
         device={FULL: 60 + pages, SWA: room},
         host={FULL: 200, SWA: 200},
         storage=False,
+        islands=islands,
     )
     for length in (1, page_size, page_size + 1, 9 * page_size, 20 * page_size + 1):
         prompt = tokens(length, seed=length)
         bed.run(f"a{length}", prompt)
         again = bed.run(f"b{length}", prompt)
         assert again.cached.cached == (length - 1) // page_size * page_size
+        bed.cache.tick()
         taken = room - bed.free(Tier.DEVICE)[SWA]
         assert taken == bed.cache.tree.resident(Tier.DEVICE, SWA)
     bed.check_quiet()

@@ -14,26 +14,13 @@ from hicache.cache import HiCache
 from hicache.clock import ManualClock
 from hicache.config.cache import CacheConfig, StateCheckpoints
 from hicache.engine.scheduler import FinalToken, Scheduler
-from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
 from hicache.testing.ledger import Faults, LedgerExecutor, LedgerRunner, make_request
+from hicache.testing.simulation import tiny_spec
 from hicache.types import Component, PrefetchPolicy, Tier, WritePolicy
 
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
 SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
 STEPS = int(os.environ.get("HICACHE_HISTORY_STEPS", "400"))
-
-
-def tiny_spec(kinds: tuple[Component, ...], page_size: int, window: int) -> ModelSpec:
-    """A model whose pages hold nothing but their identity."""
-    components = [
-        ComponentSpec(
-            component,
-            (PoolSpec(component.name.lower(), 1, (1,), "uint8", 1 if component is MAMBA else page_size),),
-            window=window if component is SWA else 0,
-        )
-        for component in kinds
-    ]
-    return ModelSpec("tiny", page_size, tuple(components), weight_version="1")
 
 
 @dataclass
@@ -54,7 +41,8 @@ def make_world(seed: int) -> World:
     page = rng.choice([1, 2, 4])
     chunk = page * rng.choice([2, 4, 8])
     window = rng.choice([1, page, 2 * page + 1, 3 * page])
-    spec = tiny_spec(kinds, page, window)
+    islands = SWA in kinds and rng.random() < 0.5
+    spec = tiny_spec(kinds, page, window, islands=islands)
     swa_need = spec.window_pages + max(chunk, 8 * page) // page + 1
     device = {
         FULL: rng.choice([24, 40]),
@@ -76,6 +64,7 @@ def make_world(seed: int) -> World:
         chunked_prefill_size=chunk,
         mamba_track_interval=8 * page,
         mamba_prefill_checkpoints=rng.choice(list(StateCheckpoints)),
+        swa_checkpoint_interval=rng.choice([0, page, 3 * page]) if islands else 0,
     )
     clock = ManualClock()
     faults = rng.choice([Faults(), Faults(store_fails=0.1, object_lost=0.1, put_refused=0.05)])
@@ -92,6 +81,7 @@ def make_world(seed: int) -> World:
         runner,
         max_running_requests=rng.choice([1, 3, 6]),
         final_token=rng.choice(list(FinalToken)),
+        accept_length=rng.choice([None, lambda _: rng.randint(1, 16)]),
         on_finish=finished,
     )
     return world

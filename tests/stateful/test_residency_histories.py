@@ -8,7 +8,8 @@ from collections import Counter
 
 import pytest
 
-from hicache.testing.history import HistoryShape, TreeHistory
+from hicache.testing.history import TreeHistory
+from hicache.testing.history_shape import HistoryShape
 from hicache.testing.residency import Mirror, check
 from hicache.tree import TreeRules, UnifiedTree, make_policy
 from hicache.types import Component

@@ -12,7 +12,8 @@ from collections import Counter
 
 import pytest
 
-from hicache.testing.history import HistoryShape, TreeHistory
+from hicache.testing.history import TreeHistory
+from hicache.testing.history_shape import HistoryShape
 from hicache.tree import POLICIES, TreeRules, UnifiedTree, make_policy
 from hicache.types import Component
 
@@ -56,6 +57,7 @@ def take_histories(kinds: tuple[Component, ...], policy: str, seed: int, ops: in
             longest=draw.choice([4, 9, 9, 14]),
             scopes=draw.choice([1, 2]),
             most_leases=draw.choice([2, 5, 7]),
+            islands=SWA in kinds and draw.random() < 0.5,
         )
         done += TreeHistory(UnifiedTree, rules, policies, seed, shape).run(STEPS)
         seed += 1
