@@ -124,7 +124,7 @@ class SimulatedSystem:
         pool = PoolSpec(component.name.lower(), _LAYERS, (max(1, per_row // _LAYERS),), "uint8", rows)
         if component is not SWA:
             return ComponentSpec(component, (pool,))
-        return ComponentSpec(component, (pool,), self.sliding_window, self.enable_swa_islands)
+        return ComponentSpec(component, (pool,), window=self.sliding_window, islands=self.enable_swa_islands)
 
     def sizes(self, tiers: Tiers, spec: ModelSpec) -> TierSizes:
         """Pages (states) per pool and tier; L2's pools are `hicache_ratio` times L1's."""

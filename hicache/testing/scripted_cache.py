@@ -152,7 +152,7 @@ class ScriptedCache:
 
     def check_quiet(self) -> None:
         """Nothing is in flight, held, leased or remembered; whatever is cached can be dropped."""
-        self.cache.tick()  # ends the last step
+        self.cache.pools.lapse()  # the last step has ended
         self.cache.check_integrity()
         remembered = self.cache.remembered()
         if self.cache.in_flight or any(remembered.values()):

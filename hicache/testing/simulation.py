@@ -179,13 +179,21 @@ def act(world: World) -> None:
     elif action < 0.30:
         (scheduler if action < 0.29 else world.cache).flush()  # the second with anything in flight
     elif action < 0.31:
-        world.cache.release_queued()
+        rng.choice([world.cache.release_queued, lambda: _toggle_readers(world)])()
     elif action < 0.31 + world.trouble:
         _trouble_storage(world)
     elif action > 0.97:
         _meet_sessions(world)
     elif not scheduler.step():
         scheduler.wait(rng.choice([0.01, 0.1]))
+
+
+def _toggle_readers(world: World) -> None:
+    """While readers are held, slots given back stay in quarantine."""
+    if world.executor.issued is None:
+        world.executor.hold_readers()
+    else:
+        world.executor.release_readers()
 
 
 def _submit(world: World) -> None:
