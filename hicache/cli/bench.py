@@ -11,6 +11,10 @@ _BENCHES = {
         "hicache.cli.multi_turn:multi_turn",
         "Growing conversations: the hit-rate cliff, tier by tier.",
     ),
+    "islands": (
+        "hicache.cli.bench_islands:islands",
+        "Long requests on a small pool of windows: how many run.",
+    ),
     "overlap": ("hicache.bench.overlap:overlap_command", "Layer-wise loading against load-then-compute."),
     "tree": ("hicache.bench.tree:tree_command", "The prefix tree alone, operation by operation."),
 }
@@ -18,4 +22,4 @@ _BENCHES = {
 
 @click.group("bench", cls=LazyGroup, table=_BENCHES)
 def bench() -> None:
-    """Measure: multi-turn, overlap, tree."""
+    """Measure: multi-turn, islands, overlap, tree."""

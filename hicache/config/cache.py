@@ -57,7 +57,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.ceiling_pages < 0:
             raise ConfigError(f"ceiling_pages {self.ceiling_pages} must be 0 or more")
         if self.swa_checkpoint_interval < 0:
-            raise ConfigError(f"{_named('swa_checkpoint_interval')} {self.swa_checkpoint_interval} must be 0 or more")
+            raise ConfigError(f"--swa-checkpoint-interval {self.swa_checkpoint_interval} must be 0 or more")
         for name in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token", "prefetch_timeout_max"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} {getattr(self, name):g} must be a number of seconds, 0 or more")

@@ -179,7 +179,7 @@ def act(world: World) -> None:
     elif action < 0.30:
         (scheduler if action < 0.29 else world.cache).flush()  # the second with anything in flight
     elif action < 0.31:
-        rng.choice([world.cache.release_queued, lambda: _toggle_readers(world)])()
+        _let_go(world)
     elif action < 0.31 + world.trouble:
         _trouble_storage(world)
     elif action > 0.97:
@@ -188,9 +188,11 @@ def act(world: World) -> None:
         scheduler.wait(rng.choice([0.01, 0.1]))
 
 
-def _toggle_readers(world: World) -> None:
-    """While readers are held, slots given back stay in quarantine."""
-    if world.executor.issued is None:
+def _let_go(world: World) -> None:
+    """Drop what is kept for queued requests; or let readers of slots given back not end, or end."""
+    if world.rng.random() < 0.5:
+        world.cache.release_queued()
+    elif world.executor.issued is None:
         world.executor.hold_readers()
     else:
         world.executor.release_readers()
