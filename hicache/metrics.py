@@ -33,6 +33,18 @@ class DaemonMetrics:
             ["operation", "outcome"],
             registry=self.registry,
         )
+        self.misses = Counter(
+            "hicache_daemon_misses",
+            "Objects asked for in vain, by why: never_stored, evicted, deleted, lost",
+            ["operation", "reason"],
+            registry=self.registry,
+        )
+        self.ceiling = Counter(
+            "hicache_daemon_ceiling_keys",
+            "Objects asked for that a store which drops nothing would have had",
+            ["operation"],
+            registry=self.registry,
+        )
         self.sent_bytes = Counter(
             "hicache_daemon_sent_bytes", "Object bytes read out", registry=self.registry
         )

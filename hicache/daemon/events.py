@@ -94,10 +94,15 @@ class EventHub:
     """All watchers. Guarded by its own lock; publish calls nobody back, so a caller may hold a lock."""
 
     def __init__(
-        self, *, max_watchers: int, queue_limit: int, count: Callable[[ChangeKind, int], object] | None = None
+        self,
+        *,
+        max_watchers: int,
+        queue_limit: int,
+        count: Callable[[ChangeKind, int], object] | None = None,
+        note: Callable[[Sequence[Change]], object] | None = None,
     ) -> None:
-        """`count` is told how many changes of a kind were published; it must not block."""
-        self._count = count
+        """`count` is told how many changes of a kind were published, `note` which; they must not block."""
+        self._count, self._note = count, note
         self._max_watchers = max_watchers
         self._queue_limit = queue_limit
         self._lock = threading.Lock()  # then a Watcher's condition, never the reverse
@@ -128,6 +133,8 @@ class EventHub:
         if self._count is not None:
             for kind, number in Counter(change.kind for change in changes).items():
                 self._count(kind, number)
+        if self._note is not None:
+            self._note(changes)
         if not self._watchers:
             return
         with self._lock:

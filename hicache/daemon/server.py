@@ -19,6 +19,7 @@ from hicache.clock import Clock, SystemClock
 from hicache.config.serve import ServeConfig, is_loopback
 from hicache.daemon.edge import Edge
 from hicache.daemon.events import ChangeKind, EventHub
+from hicache.daemon.misses import Fates
 from hicache.daemon.plane import open_plane
 from hicache.daemon.service import CacheService
 from hicache.daemon.sessions import Sessions
@@ -57,8 +58,12 @@ class Daemon:
         clock = clock or SystemClock()
         self._config = config
         self.metrics = DaemonMetrics()
+        fates = Fates()
         self._hub = EventHub(
-            max_watchers=config.max_watchers, queue_limit=config.watch_queue, count=self._count_changes
+            max_watchers=config.max_watchers,
+            queue_limit=config.watch_queue,
+            count=self._count_changes,
+            note=fates.note,
         )
         self._store = (
             open_memory(config, self._hub, clock=clock)
@@ -82,6 +87,7 @@ class Daemon:
             metrics=self.metrics,
             edge=self._edge,
             clock=clock,
+            fates=fates,
         )
         self._plane = open_plane(
             config,

@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 
 import grpc
 from google.protobuf.message import Message
@@ -17,6 +18,7 @@ from hicache.daemon.arena_store import extent_of
 from hicache.daemon.attach import Answer
 from hicache.daemon.edge import BadRequest, Cancelled, Context, Edge, Refusal, Request, parse
 from hicache.daemon.events import Change, ChangeKind, EventHub, Lost
+from hicache.daemon.misses import Fate, Fates
 from hicache.daemon.plane import ArenaPlane
 from hicache.daemon.scope import FOREIGN
 from hicache.daemon.sessions import Identity, Session, Sessions
@@ -30,6 +32,7 @@ from hicache.storage_backends.base import MISS, WriteOutcome
 logger = logging.getLogger(__name__)
 
 WATCH_BATCH = 256
+_ABSENT = bytes(1 if flag == 0 else 0 for flag in range(256))  # of a probe's flags
 _MAX_TEXT = 256  # characters of an identity's parts
 
 _OUTCOMES = {
@@ -61,7 +64,9 @@ class CacheService:
         metrics: DaemonMetrics,
         edge: Edge,
         clock: Clock,
+        fates: Fates,
     ) -> None:
+        self._fates = fates
         self.epoch = secrets.randbits(63) | 1
         self.draining = False
         self._config = config
@@ -205,10 +210,12 @@ class CacheService:
 
     def probe(self, request: pb.ProbeRequest) -> pb.ProbeReply:
         session = self._sessions.get(request.session)
-        present = self._store.probe(session, self._names(session, request.keys))
+        names = self._names(session, request.keys)
+        present = self._store.probe(session, names)
         hits = present.count(1)
         self._metrics.keys.labels("probe", "hit").inc(hits)
         self._metrics.keys.labels("probe", "miss").inc(len(present) - hits)
+        self._count_misses("probe", hits, compress(names, present.translate(_ABSENT)))
         return pb.ProbeReply(present=present)
 
     def read(self, request: pb.ReadRequest, context: Context) -> Iterator[bytes]:
@@ -217,7 +224,14 @@ class CacheService:
         if len(request.limits) != len(names):
             raise BadRequest(f"{len(names)} keys but {len(request.limits)} limits")
         limits = [min(limit, int(self._config.max_object)) for limit in request.limits]
+        at = 0
         for objects in self._store.read(names, limits):
+            self._count_sizes(
+                names[at : at + len(objects)],
+                [size for size, _ in objects],
+                [data is not None for _, data in objects],
+            )
+            at += len(objects)
             yield from self._messages(objects)
 
     def _messages(self, objects: Sequence[tuple[int, memoryview | None]]) -> Iterator[bytes]:
@@ -226,7 +240,6 @@ class CacheService:
         sizes: list[int] = []
         parts: list[memoryview] = []
         filled = 0
-        self._count_read(objects)
         for size, data in objects:
             sizes.append(size)
             while data is not None and len(data):
@@ -240,18 +253,21 @@ class CacheService:
         if sizes or parts:
             yield _read_reply(sizes, parts)
 
-    def _count_read(self, objects: Sequence[tuple[int, memoryview | None]]) -> None:
-        self._count_sizes(
-            [size for size, data in objects if data is not None],
-            [size for size, data in objects if data is None],
-        )
-
-    def _count_sizes(self, hits: Sequence[int], others: Sequence[int]) -> None:
-        misses = others.count(MISS)
-        self._metrics.sent_bytes.inc(sum(hits))
-        for outcome, number in (("hit", len(hits)), ("miss", misses), ("too_large", len(others) - misses)):
+    def _count_sizes(self, names: Sequence[str], sizes: Sequence[int], given: Sequence[bool]) -> None:
+        misses, hits = sizes.count(MISS), sum(given)
+        self._metrics.sent_bytes.inc(sum(compress(sizes, given)))
+        for outcome, number in (("hit", hits), ("miss", misses), ("too_large", len(sizes) - misses - hits)):
             if number:
                 self._metrics.keys.labels("read", outcome).inc(number)
+        self._count_misses("read", len(sizes) - misses, compress(names, (size == MISS for size in sizes)))
+
+    def _count_misses(self, operation: str, there: int, missing: Iterable[str]) -> None:
+        """Count why names are missing, and how many of all a store that drops nothing would have."""
+        fates = self._fates.of(missing)
+        for fate, number in fates.items():
+            self._metrics.misses.labels(operation, fate.value).inc(number)
+            there += number if fate is not Fate.NEVER_STORED else 0
+        self._metrics.ceiling.labels(operation).inc(there)
 
     def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
         session = self._sessions.get(request.session)
@@ -261,9 +277,7 @@ class CacheService:
             raise BadRequest(f"{len(names)} keys but {len(request.limits)} limits")
         grant, places = plane.locate(session, names, request.limits)
         extents = [extent for _, extent in places]
-        self._count_sizes(
-            [size for size, extent in places if extent], [size for size, extent in places if not extent]
-        )
+        self._count_sizes(names, [size for size, _ in places], [extent is not None for _, extent in places])
         return pb.LocateReply(
             grant=grant,
             sizes=[size for size, _ in places],
