@@ -314,8 +314,9 @@ class StorageLink:
         for i, end_state in enumerate(ended, start):
             job.flags[i] = end_state in (WriteOutcome.STORED, WriteOutcome.EXISTS)
         self._count_stores(refs, ended)
-        self._watch_room(refused=WriteOutcome.NO_SPACE in [*ended, *answers[cut : cut + 1]])
-        return WriteOutcome.FAILED in [*ended, *answers[cut : cut + 1]]
+        told = [*ended, *answers[cut : cut + 1]]
+        self._watch_room(refused=WriteOutcome.NO_SPACE in told, stored=WriteOutcome.STORED in told)
+        return WriteOutcome.FAILED in told
 
     def _fill(self, ref: ObjectRef, slot: int, buffer: memoryview) -> None:
         absent = self._absent_of(ref)
@@ -335,13 +336,15 @@ class StorageLink:
             }
         )
 
-    def _watch_room(self, *, refused: bool) -> None:
-        """Say once when storage has no room left, and once when it has again."""
-        if refused and not self._refusing:
-            logger.warning("%s: no room for more objects; what it holds stays usable", self._backend.name)
-        elif self._refusing and not refused:
-            logger.info("%s: there is room again", self._backend.name)
-        self._refusing = refused
+    def _watch_room(self, *, refused: bool, stored: bool) -> None:
+        """Say once when storage has no room left, and once when a new object shows that it has again."""
+        name = self._backend.name
+        if refused and not self._refusing and (more := self._said.due("room")) is not None:
+            logger.warning("%s: no room for more objects; what it holds stays usable%s", name, more)
+            self._refusing = True
+        elif self._refusing and stored and not refused:
+            logger.info("%s: there is room again", name)
+            self._refusing = False
 
     def _abort(self, reservations: Sequence[Reservation]) -> None:
         if not reservations:

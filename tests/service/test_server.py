@@ -22,7 +22,7 @@ from hicache.registry import create_backend
 from hicache.server import storage
 from hicache.storage_backends.base import StorageBackend
 from hicache.testing.daemon import running_daemon
-from hicache.testing.faults import FaultyBackend
+from hicache.testing.faults import Fault, FaultyBackend, always
 from hicache.testing.served import Served, running_server
 from hicache.testing.services import free_port
 
@@ -434,6 +434,35 @@ def test_a_store_that_stays_away_is_told_of_once_and_asked_for_again(
     assert said.startswith("grpc cannot be reached, serving without L3 and trying again: ")
     assert [record.getMessage() for record in caplog.records].count("L3: grpc is attached") == 1
     assert len(opened) == 1
+
+
+def test_a_store_that_fails_is_shown_as_unusable_until_it_works_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A dashboard would be green while every request misses L3, or red for good after one failure."""
+    made: list[FaultyBackend] = []
+
+    def faulty(name: str, options: Mapping[str, object]) -> StorageBackend:
+        made.append(FaultyBackend(create_backend(name, options)))
+        return made[-1]
+
+    monkeypatch.setattr(storage, "create_backend", faulty)
+    flags = {"enable_hierarchical_cache": True, "enable_metrics": True, "hicache_storage_backend": "memory"}
+    with running_server(**flags) as served, httpx.Client(base_url=served.url, timeout=30) as client:
+
+        def usable() -> tuple[bool, float]:
+            shown = client.get("/hicache/storage-backend").json()
+            assert shown["attached"] is True
+            return shown["usable"], counters(client)["hicache_storage_usable"]
+
+        cold = ask(client, PROMPT)
+        assert usable() == (True, 1.0)
+        down = Fault(error=BackendUnavailable("down"))
+        made[0].script = always(probe=down, read=down, begin_write=down)
+        eventually(lambda: usable() == (False, 0.0), within_s=60.0)
+        assert ask(client, PROMPT)["output_ids"] == cold["output_ids"]
+        made[0].script = always()
+        eventually(lambda: usable() == (True, 1.0), within_s=60.0)
 
 
 def storage_hit(client: httpx.Client, prompt: list[int], expected: list[int]) -> bool:

@@ -33,6 +33,7 @@ def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         raise AssertionError("the model was built before the flags were checked")
 
     monkeypatch.setattr(reference, "ReferenceModel", never)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["hicache", "launch-server", "--port", "0", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -84,6 +85,8 @@ def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         (["--max-total-tokens", "256"], "raise --max-total-tokens"),
         (["--vocab-size", "100"], "--vocab-size 100 must be at least 256"),
         (["--port", "70000"], "--port 70000 must be within 0..65535"),
+        (["--device", "cuda"], "--device cuda: torch "),
+        (["--device", "cuda:1"], "sees no CUDA device; use --device cpu, or install a torch built for CUDA"),
         (["--host", "no.such.host.invalid"], "cannot listen on --host no.such.host.invalid"),
         (["--hicache-size", "lots"], "'lots' is not a valid float"),
     ],

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from hicache.errors import BackendTimeout, BackendUnavailable
+from hicache.registry import create_backend
 from hicache.storage_backends.base import WriteOutcome
+from hicache.storage_backends.file import directory
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.faults import Fault, FaultyBackend, always, scripted
 from hicache.testing.pools import FULL
@@ -53,6 +59,33 @@ def test_a_cancelled_fetch_ends_behind_the_batch_in_flight_and_keeps_what_arrive
     world.executor.cancel(job)  # too late, and harmless
     with pytest.raises(ValueError, match="no storage job"):
         world.executor.arrived(job)
+
+
+def test_a_full_disk_is_one_line_and_its_end_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every page that finds no room would write a line, and nobody would know when it was over."""
+    caplog.set_level(logging.INFO)
+    store = create_backend("file", {"file_storage_path": str(tmp_path)})
+
+    def no_room(fd: int, data: memoryview) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with TransferWorld(store) as world:
+        assert world.store(REFS[:3], SLOTS[:3]).flags == b"\x01" * 3
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "write_all", no_room)
+            for _ in range(5):
+                done = world.store(REFS, SLOTS)
+                assert (done.flags[3:], done.failed) == (bytes(5), False)
+            assert world.fetch(REFS[:3], TARGETS[:3]).flags == b"\x01" * 3
+            assert world.executor.storage_answers
+        assert world.store(REFS, SLOTS).flags == ALL_EIGHT
+    store.close()
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "file: no room for more objects; what it holds stays usable"),
+        ("INFO", "file: there is room again"),
+    ]
 
 
 def test_a_store_that_nobody_asks_is_asked_how_it_is(world: TransferWorld, store: FaultyBackend) -> None:
