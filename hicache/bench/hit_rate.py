@@ -6,8 +6,9 @@ other line that cannot be used is an error that names the line and the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -27,35 +28,56 @@ _COUNTED = {"round": "requests", "interval": "samples"}  # by what a row is of
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Cached and full prompt tokens of one request, or of one interval; `round` is None if not told."""
+    """Cached and full prompt tokens of one request, or of one interval; `round` is None if not told.
+
+    `ceiling_tokens` is what an infinite cache would have had, None where nobody says; `missed` is what
+    of it was not cached, by reason.
+    """
 
     round: int | None
     cached_tokens: int
     prompt_tokens: int
+    ceiling_tokens: int | None = None
+    missed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class HitRateRow:
-    """A round, or everything (`round` None). Invariant: 0 <= cached <= prompt."""
+    """A round, or everything (`round` None). Invariant: 0 <= cached <= prompt.
+
+    `ceiling_tokens` is None unless every sample tells it.
+    """
 
     round: int | None
     requests: int
     cached_tokens: int
     prompt_tokens: int
+    ceiling_tokens: int | None = None
+    missed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float | None:
         """Fraction of prompt tokens; None where there were none."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else None
 
+    @property
+    def ceiling(self) -> float | None:
+        """Fraction of prompt tokens that an infinite cache would have had; None where nobody says."""
+        if self.ceiling_tokens is None or not self.prompt_tokens:
+            return None
+        return self.ceiling_tokens / self.prompt_tokens
+
     def as_json(self, unit: str) -> dict[str, JSON]:
-        return {
+        row: dict[str, JSON] = {
             unit: self.round,
             "hit_rate": self.hit_rate,
             "cached_tokens": self.cached_tokens,
             "prompt_tokens": self.prompt_tokens,
             _COUNTED[unit]: self.requests,
         }
+        if self.ceiling_tokens is not None:
+            row |= {"ceiling": self.ceiling, "missed_tokens": dict(self.missed)}
+        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +97,30 @@ class HitRate:
 
 def measure(samples: Iterable[Sample]) -> HitRate:
     """Sum samples per round and overall: sum over sum, never a mean of ratios."""
-    sums: dict[int | None, list[int]] = {}
-    total = [0, 0, 0]
+    rounds: dict[int, list[Sample]] = {}
+    everything: list[Sample] = []
     for sample in samples:
-        for row in (sums.setdefault(sample.round, [0, 0, 0]), total):
-            row[0] += 1
-            row[1] += sample.cached_tokens
-            row[2] += sample.prompt_tokens
-    sums.pop(None, None)
-    rounds = sorted((number, row) for number, row in sums.items() if number is not None)
+        everything.append(sample)
+        if sample.round is not None:
+            rounds.setdefault(sample.round, []).append(sample)
     return HitRate(
-        rounds=tuple(HitRateRow(number, *row) for number, row in rounds),
-        overall=HitRateRow(None, *total),
+        rounds=tuple(_row(number, rounds[number]) for number in sorted(rounds)),
+        overall=_row(None, everything),
+    )
+
+
+def _row(number: int | None, samples: Sequence[Sample]) -> HitRateRow:
+    missed: Counter[str] = Counter()
+    for sample in samples:
+        missed.update(sample.missed)
+    told = [s.ceiling_tokens for s in samples if s.ceiling_tokens is not None]
+    return HitRateRow(
+        number,
+        len(samples),
+        sum(s.cached_tokens for s in samples),
+        sum(s.prompt_tokens for s in samples),
+        sum(told) if samples and len(told) == len(samples) else None,
+        +missed,
     )
 
 
@@ -124,10 +158,10 @@ def _records(line: str) -> Iterator[_Record]:
 
 def _sample(record: _Record) -> Sample:
     """Read one record: flat fields, SGLang's `meta_info`, or an OpenAI `usage` with its details."""
-    counts = record
+    counts, own = record, record.get("hicache")
     cached: object = None
     if isinstance(meta := record.get("meta_info"), dict):
-        counts = meta
+        counts, own = meta, meta.get("hicache")
     elif isinstance(usage := record.get("usage"), dict):
         counts = usage
         details = usage.get("prompt_tokens_details")
@@ -140,7 +174,20 @@ def _sample(record: _Record) -> Sample:
     cached_tokens = _count(cached_name, cached)
     if cached_tokens > prompt_tokens:
         raise ValueError(f"{cached_name} {cached_tokens} exceeds {prompt_name} {prompt_tokens}")
-    return Sample(_round(record, counts), cached_tokens, prompt_tokens)
+    ceiling, missed = _ceiling(own)
+    return Sample(_round(record, counts), cached_tokens, prompt_tokens, ceiling, missed)
+
+
+def _ceiling(own: object) -> tuple[int | None, dict[str, int]]:
+    """Read what only HiCache's replies tell."""
+    if not isinstance(own, dict) or "ceiling" not in own:
+        return None, {}
+    missed = own.get("missed", {})
+    if not isinstance(missed, dict):
+        raise ValueError(f"hicache.missed is {missed!r}, not tokens by reason")
+    return _count("hicache.ceiling", own["ceiling"]), {
+        str(reason): _count(f"hicache.missed.{reason}", tokens) for reason, tokens in missed.items()
+    }
 
 
 def _round(record: _Record, counts: _Record) -> int | None:

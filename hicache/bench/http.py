@@ -33,6 +33,7 @@ class _Reply:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     by_tier: ByTier | None = None
+    missed: Mapping[str, int] = field(default_factory=dict)
     output: array[int] = field(default_factory=lambda: array("I"))
     first_at: float | None = None
 
@@ -185,6 +186,7 @@ class _Driver:
             by_tier=reply.by_tier,
             ttft_s=reply.first_at - started,
             latency_s=ended - started,
+            missed=reply.missed,
         )
         return turn, self._said(turn, reply), result
 
@@ -208,6 +210,9 @@ class _Driver:
                 host=int(details.get("host", 0)),
                 storage=int(details.get("storage", 0)),
             )
+        own = chunk.get("meta_info", {}).get("hicache")
+        if isinstance(own, dict):
+            reply.missed = own.get("missed", {})
         ids = chunk.get("output_ids") or []
         if len(ids) == completed:  # servers stream either all ids so far, or the new ones
             reply.output = array("I", ids)

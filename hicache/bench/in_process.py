@@ -49,6 +49,7 @@ class InProcessDriver:
             by_tier=ByTier(device=cached.device, host=cached.host, storage=cached.storage),
             ttft_s=request.first_token_at - turn.sent_at,
             latency_s=request.finished_at - turn.sent_at,
+            missed=cached.missed,
         )
         self.results.append(result)
         self._on_result(result)

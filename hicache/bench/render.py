@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -41,7 +41,8 @@ def runs_table(title: str, runs: Sequence[RunReport]) -> RenderableType:
     for run in runs:
         cells += [percent(run.hit_rate), "", f"{run.effective_input_tokens_per_s:,.0f}\ntok/s"]
     table.add_row(*cells, style="bold")
-    return under(title, table)
+    lines = [f"{run.tiers} missed {by_reason(run.missed)}" for run in runs if run.missed]
+    return under(title, table, *lines)
 
 
 def hit_rate_table(title: str, measured: HitRate, *, unit: str = "round") -> RenderableType:
@@ -55,22 +56,33 @@ def hit_rate_table(title: str, measured: HitRate, *, unit: str = "round") -> Ren
         "hit rate",
     ):
         table.add_column(name, justify="right")
+    told = measured.overall.ceiling is not None
+    if told:
+        table.add_column("ceiling", justify="right")
     for row in measured.rounds:
-        table.add_row(*_hit_rate_cells(str(row.round), row))
+        table.add_row(*_hit_rate_cells(str(row.round), row, ceiling=told))
     table.add_section()
-    table.add_row(*_hit_rate_cells("all", measured.overall), style="bold")
-    return under(title, table)
+    table.add_row(*_hit_rate_cells("all", measured.overall, ceiling=told), style="bold")
+    missed = by_reason(measured.overall.missed)
+    return under(title, table, *([f"missed {missed}"] if missed else []))
 
 
-def under(title: str, table: Table) -> RenderableType:
-    """Put a table under its title, which may be wider than the table is."""
-    return Group(Text(title, style="italic"), table)
+def under(title: str, table: Table, *notes: str) -> RenderableType:
+    """Put a table between its title and notes, which may be wider than the table is."""
+    return Group(Text(title, style="italic"), table, *(Text(note) for note in notes))
 
 
-def _hit_rate_cells(label: str, row: HitRateRow) -> list[str]:
-    rate = row.hit_rate
-    shown = "-" if rate is None else percent(rate)
-    return [label, str(row.requests), f"{row.prompt_tokens:,}", f"{row.cached_tokens:,}", shown]
+def by_reason(missed: Mapping[str, int]) -> str:
+    """Tokens below the ceiling by what kept them back, most first."""
+    ordered = sorted(missed.items(), key=lambda item: -item[1])
+    return ", ".join(f"{reason} {tokens:,}" for reason, tokens in ordered if tokens)
+
+
+def _hit_rate_cells(label: str, row: HitRateRow, *, ceiling: bool) -> list[str]:
+    cells = [label, str(row.requests), f"{row.prompt_tokens:,}", f"{row.cached_tokens:,}"]
+    for rate in (row.hit_rate, row.ceiling) if ceiling else (row.hit_rate,):
+        cells.append("-" if rate is None else percent(rate))
+    return cells
 
 
 def percent(fraction: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,7 +21,10 @@ class ByTier:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """One finished request. `history` of its prompt tokens had been said before; times in seconds."""
+    """One finished request. `history` of its prompt tokens had been said before; times in seconds.
+
+    `missed` are tokens that an infinite cache would have had, by what kept them back, where that is told.
+    """
 
     client: int
     round: int
@@ -30,6 +34,7 @@ class TurnResult:
     by_tier: ByTier | None  # None where the server does not tell
     ttft_s: float
     latency_s: float
+    missed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class RoundReport:
     ttft_p50_s: float
     ttft_p99_s: float
     by_tier: ByTier | None
+    missed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def distance(self) -> float:
@@ -68,6 +74,8 @@ class RoundReport:
         if self.by_tier is not None:
             tiers = self.by_tier
             row["cached_by_tier"] = {"l1": tiers.device, "l2": tiers.host, "l3": tiers.storage}
+        if self.missed:
+            row["missed_tokens"] = dict(self.missed)
         return row
 
 
@@ -96,6 +104,14 @@ class RunReport:
         return _ratio(sum(r.ceiling * r.prompt_tokens for r in self.rounds), self.prompt_tokens)
 
     @property
+    def missed(self) -> dict[str, int]:
+        """Tokens missed by reason, most first."""
+        total: Counter[str] = Counter()
+        for row in self.rounds:
+            total.update(row.missed)
+        return dict(total.most_common())
+
+    @property
     def effective_input_tokens_per_s(self) -> float:
         return _ratio(self.prompt_tokens, self.duration_s)
 
@@ -111,6 +127,7 @@ class RunReport:
             "duration_s": self.duration_s,
             "wall_s": self.wall_s,
             "effective_input_tokens_per_s": self.effective_input_tokens_per_s,
+            **({"missed_tokens": dict(self.missed)} if self.missed else {}),
             **self.details,
         }
 
@@ -127,6 +144,9 @@ def _round(number: int, results: Sequence[TurnResult]) -> RoundReport:
     prompt = sum(r.prompt_tokens for r in results)
     cached = sum(r.cached_tokens for r in results)
     ttfts = sorted(r.ttft_s for r in results)
+    missed: Counter[str] = Counter()
+    for result in results:
+        missed.update(result.missed)
     told = [r.by_tier for r in results if r.by_tier is not None]
     return RoundReport(
         round=number,
@@ -139,6 +159,7 @@ def _round(number: int, results: Sequence[TurnResult]) -> RoundReport:
         ttft_p50_s=percentile(ttfts, 0.50),
         ttft_p99_s=percentile(ttfts, 0.99),
         by_tier=_sum_tiers(told) if len(told) == len(results) else None,
+        missed=missed,
     )
 
 

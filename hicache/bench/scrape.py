@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,6 +19,8 @@ from hicache.errors import HiCacheError
 
 CACHED = "cached_tokens_total"
 PROMPT = "prompt_tokens_total"
+CEILING = "ceiling_tokens_total"
+MISSED = "missed_tokens_total"
 
 # Token counters repeat on every rank of these axes: one of them is the truth, their sum is not.
 _RANK_LABELS = frozenset(
@@ -29,24 +32,29 @@ class ScrapeError(HiCacheError):
     """A server's metrics cannot be read, or lack the counters."""
 
 
+_Series: TypeAlias = "dict[tuple[tuple[str, str], ...], float]"
+
+
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Two counters of a server at one moment."""
+    """A server's counters at one moment; the ceiling is None where the server does not tell it."""
 
     cached_tokens: int
     prompt_tokens: int
+    ceiling_tokens: int | None = None
+    missed: Mapping[str, int] = field(default_factory=dict)
 
 
 def parse(text: str) -> Counters:
-    """Read both counters from a /metrics page; without any cached token the first may be missing (0)."""
-    sums: dict[str, dict[tuple[tuple[str, str], ...], float]] = {CACHED: {}, PROMPT: {}}
+    """Read the counters from a /metrics page; without any cached token the first may be missing (0)."""
+    sums: dict[str, _Series] = {CACHED: {}, PROMPT: {}, CEILING: {}, MISSED: {}}
     try:
         families = list(text_string_to_metric_families(text))
     except ValueError as error:
         raise ScrapeError(f"this is not a Prometheus page: {error}") from error
     for family in families:
         for sample in family.samples:
-            wanted = next((w for w in (CACHED, PROMPT) if _is_counter(sample.name, w)), None)
+            wanted = next((w for w in sums if _is_counter(sample.name, w)), None)
             if wanted is None:
                 continue
             rest = {k: v for k, v in sample.labels.items() if k not in _RANK_LABELS}
@@ -55,21 +63,26 @@ def parse(text: str) -> Counters:
             series[key] = max(series.get(key, 0.0), sample.value)
     if not sums[PROMPT]:
         raise ScrapeError(f"no counter that ends in {PROMPT}: is the server started with --enable-metrics?")
-    return Counters(cached_tokens=_total(sums[CACHED]), prompt_tokens=_total(sums[PROMPT]))
+    return Counters(
+        cached_tokens=_total(sums[CACHED]),
+        prompt_tokens=_total(sums[PROMPT]),
+        ceiling_tokens=_total(sums[CEILING]) if sums[CEILING] else None,
+        missed={dict(key).get("reason", ""): round(value) for key, value in sums[MISSED].items()},
+    )
 
 
 def _is_counter(name: str, wanted: str) -> bool:
     return name == wanted or (name.endswith((f":{wanted}", f"_{wanted}")) and "uncached" not in name)
 
 
-def _total(series: dict[tuple[tuple[str, str], ...], float]) -> int:
+def _total(series: _Series) -> int:
     """Sum the series; where a source "total" is exported beside its parts, only the totals count."""
     totals = [v for key, v in series.items() if any(value == "total" for _, value in key)]
     return round(sum(totals or series.values()))
 
 
 def fetch(url: str, *, timeout_s: float = 10.0) -> Counters:
-    """Read both counters of the server at `url`. Blocks at most `timeout_s`."""
+    """Read the counters of the server at `url`. Blocks at most `timeout_s`."""
     address = url.rstrip("/") + "/metrics"
     try:
         with urllib.request.urlopen(address, timeout=timeout_s) as reply:
@@ -86,7 +99,7 @@ def sample_over_time(
     now: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> Iterator[Sample]:
-    """Yield the increase of both counters per interval until `duration_s` is over; at least one."""
+    """Yield the increase of the counters per interval until `duration_s` is over; at least one."""
     start = now()
     before = read()
     number = 0
@@ -101,8 +114,11 @@ def sample_over_time(
 def _increase(before: Counters, after: Counters, number: int) -> Sample:
     if after.prompt_tokens < before.prompt_tokens or after.cached_tokens < before.cached_tokens:
         before = Counters(0, 0)  # the server began again from zero
+    ceiling = after.ceiling_tokens
     return Sample(
         round=number,
         cached_tokens=after.cached_tokens - before.cached_tokens,
         prompt_tokens=after.prompt_tokens - before.prompt_tokens,
+        ceiling_tokens=None if ceiling is None else ceiling - (before.ceiling_tokens or 0),
+        missed={reason: tokens - before.missed.get(reason, 0) for reason, tokens in after.missed.items()},
     )

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hicache.bench.hit_rate import Sample, measure, read_samples
+from hicache.bench.render import console, hit_rate_table
 from hicache.bench.scrape import Counters, ScrapeError, parse, sample_over_time
 from hicache.cli.hit_rate import hit_rate
 from hicache.errors import ConfigError
@@ -157,3 +158,61 @@ def test_counters_over_time_become_intervals_and_a_restart_starts_from_zero() ->
     )
     assert samples == [Sample(0, 500, 1000), Sample(1, 0, 0), Sample(2, 10, 100)]
     assert clock[0] == 6.0
+
+
+def test_replies_that_tell_a_ceiling_are_measured_against_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The hit rate alone does not say whether more memory would bring anything."""
+    records = [
+        {
+            "round": n,
+            "meta_info": {
+                "prompt_tokens": 1000,
+                "cached_tokens": 400,
+                "hicache": {"ceiling": 900, "missed": {"evicted": 300, "deadline": 200}},
+            },
+        }
+        for n in (0, 1)
+    ]
+    measured = measure(read_samples(lines(list(records)), source="log"))
+    assert measured.overall.ceiling == 0.9
+    assert measured.overall.missed == {"evicted": 600, "deadline": 400}
+    assert measured.as_json()["overall"]["ceiling"] == 0.9  # type: ignore[index,call-overload]
+    console().print(hit_rate_table("log", measured))
+    said = capsys.readouterr().out
+    assert "ceiling" in said
+    assert "90.0 %" in said
+    assert "missed evicted 600, deadline 400" in said
+
+
+def test_a_ceiling_that_some_do_not_tell_is_not_told() -> None:
+    """The sum over half of the requests would pass for the whole."""
+    measured = measure([Sample(0, 5, 10, 9), Sample(0, 5, 10)])
+    assert measured.overall.ceiling is None
+
+
+@pytest.mark.parametrize("own", [{"ceiling": -1}, {"ceiling": 9, "missed": [1]}, {"ceiling": "all"}])
+def test_a_ceiling_that_is_no_count_is_a_bad_line(own: dict[str, object]) -> None:
+    """A log that is cut or edited must not become a number."""
+    record = {"meta_info": {"prompt_tokens": 10, "cached_tokens": 5, "hicache": own}}
+    with pytest.raises(ConfigError, match=r"line 1: hicache\."):
+        read_samples(lines([record]), source="log")
+
+
+def test_counters_give_the_ceiling_and_the_reasons_of_an_interval() -> None:
+    """What was missed before somebody looked is no news."""
+    page = """
+sglang:prompt_tokens_total {prompt}
+sglang:cached_tokens_total{{cache_source="device"}} {cached}
+hicache_ceiling_tokens_total {ceiling}
+hicache_missed_tokens_total{{reason="evicted"}} {evicted}
+hicache_missed_tokens_total{{reason="deadline"}} 7
+"""
+    before = parse(page.format(prompt=100, cached=10, ceiling=50, evicted=33))
+    after = parse(page.format(prompt=300, cached=110, ceiling=200, evicted=83))
+    assert before.missed == {"evicted": 33, "deadline": 7}
+    readings, clock = iter([before, after]), iter(range(100))
+    (interval,) = sample_over_time(
+        lambda: next(readings), interval_s=1.0, duration_s=1.0, now=lambda: next(clock), sleep=lambda s: None
+    )
+    row = measure([interval]).overall
+    assert (row.cached_tokens, row.ceiling_tokens, row.missed) == (100, 150, {"evicted": 50})

@@ -33,6 +33,17 @@ def test_tiers_are_summed_only_if_every_reply_tells_them() -> None:
     assert by_round([told, turn(0, 10, 6)])[0].by_tier is None
 
 
+def test_a_run_says_what_kept_tokens_below_the_ceiling_most_first() -> None:
+    """The distance from the ceiling is a number; its reasons are what can be changed."""
+    told = replace(turn(0, 10, 2, history=9), missed={"evicted": 3, "deadline": 4})
+    rounds = by_round([told, replace(told, round=1, missed={"deadline": 7})])
+    run = RunReport("l1", "lru", "virtual", rounds, 1.0, 1.0)
+    assert run.missed == {"deadline": 11, "evicted": 3}
+    assert run.as_json()["missed_tokens"] == run.missed
+    assert rounds[0].as_json()["missed_tokens"] == {"evicted": 3, "deadline": 4}
+    assert "missed_tokens" not in by_round([turn(0, 10, 2)])[0].as_json()
+
+
 def test_percentiles_are_values_that_occurred() -> None:
     """As SGLang's multi-turn bench counts them: index int(q * n)."""
     values = [float(n) for n in range(1, 101)]
