@@ -79,6 +79,11 @@ class _Edit:
 
 def functions(source: str) -> dict[str, ast.FunctionDef]:
     """Return the functions and methods of a module by qualified name; inner functions are parts of them."""
+    return functions_in(ast.parse(source))
+
+
+def functions_in(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    """See functions(); the nodes are those of the tree."""
     found: dict[str, ast.FunctionDef] = {}
 
     def visit(body: list[ast.stmt], prefix: str) -> None:
@@ -88,7 +93,7 @@ def functions(source: str) -> dict[str, ast.FunctionDef]:
             elif isinstance(node, ast.ClassDef):
                 visit(node.body, f"{prefix}{node.name}.")
 
-    visit(ast.parse(source).body, "")
+    visit(tree.body, "")
     return found
 
 
@@ -107,12 +112,7 @@ def find_mutants(module: str, source: str, function: str) -> list[Mutant]:
 def mutate(source: str, mutant: Mutant) -> ast.Module:
     """Return the module's syntax tree with one change, ready to compile."""
     tree = ast.parse(source)
-    node: ast.AST = tree
-    for name in mutant.function.split("."):
-        body: list[ast.stmt] = node.body  # type: ignore[attr-defined]
-        node = next(n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
-    assert isinstance(node, ast.FunctionDef)
-    edit = list(_edits(node))[mutant.index]
+    edit = list(_edits(functions_in(tree)[mutant.function]))[mutant.index]
     if (edit.operator, _text(edit.old), _text(edit.new)) != (mutant.operator, mutant.before, mutant.after):
         raise ValueError(f"the source is not the one that {mutant.name!r} was found in")
     edit.apply()

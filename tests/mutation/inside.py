@@ -7,6 +7,7 @@ a function was called for while tests were collected has been done by its old co
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import json
 import os
@@ -14,7 +15,6 @@ import resource
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
@@ -24,10 +24,11 @@ from types import CodeType, FrameType, FunctionType
 
 import pytest
 
-from hicache.testing.mutation import Mutant, mutate
+from hicache.testing.mutation import Mutant, functions_in, mutate
 
 MEMORY_BYTES = 12 << 30  # of addresses; a mutant that loops may also allocate
 BASELINE_S = 900.0
+TELL = "__hicache_mutants_reached__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,20 +112,17 @@ class MutantLoop:
 
     def _baseline(self, session: pytest.Session) -> dict[str, object]:
         """Run every test, noting who calls the functions that are going to be changed."""
-        codes = {
-            function_of(mutant).__code__: f"{mutant.module}:{mutant.function}"
-            for mutant, _, _ in self._mutants
-        }
-        reached: dict[str, list[str]] = {name: [] for name in codes.values()}
-
-        def note(frame: FrameType, event: str, _: object) -> None:
-            if event == "call" and frame.f_code in codes:
-                self._called.add(codes[frame.f_code])
-
+        sources = {mutant.module: (file, source) for mutant, file, source in self._mutants}
+        functions = {(m.module, m.function) for m, _, _ in self._mutants}
+        for module, (file, source) in sources.items():
+            tree = telling(source, module, {name for where, name in functions if where == module})
+            code = compile(tree, file, "exec")
+            for name in [name for where, name in functions if where == module]:
+                function_of(module, name).__code__ = code_of(code, name)
+        setattr(builtins, TELL, lambda name: self._called.add(name))
+        reached: dict[str, list[str]] = {f"{module}:{name}": [] for module, name in functions}
         first = FirstFailure()
         session.config.pluginmanager.register(first)
-        threading.setprofile(note)
-        sys.setprofile(note)
         for item, following in _with_next(session.items):
             self._called.clear()
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
@@ -148,7 +146,7 @@ class MutantLoop:
 
         status, name = in_fork(test, limit_s) if items else ("ended", "")
         if status == "ended":
-            code = function_of(mutant).__code__
+            code = function_of(mutant.module, mutant.function).__code__
             early = (code.co_filename, code.co_firstlineno) in self._called_early
             status = "killed" if name else "unsure" if early else "survived"
         seconds = round(time.monotonic() - started, 2)
@@ -176,10 +174,10 @@ def _with_next(items: Sequence[pytest.Item]) -> list[tuple[pytest.Item, pytest.I
     return list(zip(items, [*items[1:], None], strict=True))
 
 
-def function_of(mutant: Mutant) -> FunctionType:
-    """Return the function object that a mutant changes, whatever it is wrapped in."""
-    found: object = importlib.import_module(mutant.module)
-    for name in mutant.function.split("."):
+def function_of(module: str, function: str) -> FunctionType:
+    """Return the function object of a name, whatever it is wrapped in."""
+    found: object = importlib.import_module(module)
+    for name in function.split("."):
         found = vars(found)[name]
     while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
         inner = [
@@ -191,12 +189,27 @@ def function_of(mutant: Mutant) -> FunctionType:
     return found
 
 
+def code_of(code: CodeType, function: str) -> CodeType:
+    """Return the code of a function in that of its module."""
+    for name in function.split("."):
+        code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+    return code
+
+
+def telling(source: str, module: str, names: set[str]) -> ast.Module:
+    """Return a module in which these functions tell when they are called."""
+    tree = ast.parse(source)
+    for name, function in functions_in(tree).items():
+        if name in names:
+            call = ast.Call(ast.Name(TELL, ast.Load()), [ast.Constant(f"{module}:{name}")], [])
+            function.body.insert(0, ast.Expr(call))
+    return ast.fix_missing_locations(tree)
+
+
 def install(tree: ast.Module, mutant: Mutant, file: str) -> None:
     """Give a function the code that it has in a changed module."""
-    code: CodeType = compile(tree, file, "exec")
-    for name in mutant.function.split("."):
-        code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
-    function_of(mutant).__code__ = code
+    code = code_of(compile(tree, file, "exec"), mutant.function)
+    function_of(mutant.module, mutant.function).__code__ = code
 
 
 def in_fork(work: Callable[[], object], limit_s: float) -> tuple[str, object]:
