@@ -291,3 +291,17 @@ def test_drop_all_leaves_only_what_a_lease_protects(bed) -> None:
     b.tree.drop_all()
     assert b.match("abcdef").node is None
     assert isinstance(b.match("abcdef"), Match)
+
+
+@pytest.mark.parametrize("kind", [FULL, SWA, MAMBA])
+def test_under_mru_an_access_alone_makes_an_entry_the_next_to_go(bed, kind: Component) -> None:
+    """A read that inserts nothing would leave the order as it was: another's pages go, not the newest."""
+    b = bed((FULL, SWA, MAMBA), policy="mru", window=2)
+    for name in "abc":
+        b.serve(name * 4, states=(4,))
+    lease = b.lock("aaaa")
+    b.tree.touch(lease, 99.0)
+    b.tree.release(lease)
+    count = {FULL: 4, SWA: 2, MAMBA: 1}[kind]
+    assert b.evict(count, kind)[(DEVICE, kind)] == count
+    assert [name for name in "abc" if b.match(name * 4).device == 4] == ["b", "c"]
