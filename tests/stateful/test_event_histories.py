@@ -7,59 +7,14 @@ from collections import Counter
 
 import pytest
 
-from hicache.cache.events import Batch, Cleared, Removed, Stored
 from hicache.testing.residency import Entry, Mirror
-from hicache.testing.simulation import World, act, check_quiet, make_world
+from hicache.testing.router import Router
+from hicache.testing.simulation import act, check_quiet, make_world
 from hicache.tree import UnifiedTree
 from hicache.tree.residency import observe
-from hicache.types import Component
 
-FULL = Component.FULL
 SEEDS = int(os.environ.get("HICACHE_EVENT_SEEDS", "14"))
 STEPS = 150
-
-
-class Router:
-    """Replays batches as they come; at times it has no room, and must be told everything anew."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self.busy = False
-        self.next = 0
-        self.gaps = 0
-        self.held: set[Entry] = set()
-        self.seen: Counter[str] = Counter()
-
-    def has_room(self) -> bool:
-        return not self.busy
-
-    def offer(self, batch: Batch) -> None:
-        assert batch.sequence >= self.next, "a batch came twice, or out of order"
-        if batch.sequence > self.next:
-            self.gaps += 1
-            assert isinstance(batch.events[0], Cleared), "after a gap everything is told again"
-        self.next = batch.sequence + 1
-        for event in batch.events:
-            self._take(event)
-
-    def _take(self, event: Stored | Removed | Cleared) -> None:
-        if isinstance(event, Cleared):
-            self.seen["cleared"] += 1
-            self.held.clear()
-            return
-        entries = {(digest, event.tier, event.component) for digest in event.digests}
-        assert len(entries) == len(event.digests), "a page twice in one event"
-        if isinstance(event, Stored):
-            self.seen[f"{event.tier.name} {event.component.name}"] += 1
-            assert not entries & self.held, "stored twice"
-            self.held |= entries
-            if event.component is FULL:
-                size = self._world.cache.spec.page_size
-                assert len(event.tokens) == size * len(event.digests)
-        else:
-            self.seen[event.why.value] += 1
-            assert entries <= self.held, "removed without having been stored"
-            self.held -= entries
 
 
 def held_by(tree: UnifiedTree) -> set[Entry]:
@@ -76,7 +31,7 @@ def follow(seed: int) -> Router:
     world = make_world(seed)
     tree = world.cache.tree
     assert isinstance(tree, UnifiedTree)
-    router = Router(world)
+    router = Router()
     world.cache.publish_events(router)
     for step in range(STEPS):
         router.busy = step % 50 > 45

@@ -6,8 +6,9 @@ from array import array
 
 import pytest
 
-from hicache.cache.events import Batch, Cleared, Removed, Stored
+from hicache.cache.events import Cleared, Stored
 from hicache.keys import page_hashes
+from hicache.testing.router import Router
 from hicache.testing.scripted_cache import ScriptedCache, tokens
 from hicache.transfer.base import JobKind
 from hicache.tree.residency import Loss
@@ -16,41 +17,9 @@ from hicache.types import Component, Tier
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
 
 
-class Listener:
-    """Keeps batches while it has room, and the set that follows from them."""
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-        self.room = True
-
-    def has_room(self) -> bool:
-        return self.room
-
-    def offer(self, batch: Batch) -> None:
-        self.batches.append(batch)
-
-    def events(self) -> list[Stored | Removed | Cleared]:
-        return [event for batch in self.batches for event in batch.events]
-
-    def held(self) -> set[tuple[bytes, Tier, Component]]:
-        held: set[tuple[bytes, Tier, Component]] = set()
-        for event in self.events():
-            if isinstance(event, Cleared):
-                held.clear()
-                continue
-            entries = {(digest, event.tier, event.component) for digest in event.digests}
-            if isinstance(event, Stored):
-                assert not held & entries
-                held |= entries
-            else:
-                assert entries <= held
-                held -= entries
-        return held
-
-
 @pytest.fixture
-def listener() -> Listener:
-    return Listener()
+def router() -> Router:
+    return Router()
 
 
 def settle(cache: ScriptedCache) -> None:
@@ -62,40 +31,40 @@ def settle(cache: ScriptedCache) -> None:
     cache.step()
 
 
-def test_one_request_is_told_once_per_tier_with_its_path(listener: Listener) -> None:
+def test_one_request_is_told_once_per_tier_with_its_path(router: Router) -> None:
     """A router indexes paths by these hashes; a page told twice or out of order breaks its tree."""
     cache = ScriptedCache()
-    cache.cache.publish_events(listener)
+    cache.cache.publish_events(router)
     prompt = tokens(40)
     cache.run("a", prompt, new=1)
     settle(cache)
     path = page_hashes(b"", array("I", prompt), 4)
     for tier in Tier:
-        told = [e for e in listener.events() if isinstance(e, Stored) and e.tier is tier]
+        told = [e for e in router.events if isinstance(e, Stored) and e.tier is tier]
         assert [digest for e in told for digest in e.digests] == path
         assert array("I", (token for e in told for token in e.tokens)) == array("I", prompt)
         before = [None, *path]
         assert [e.parent for e in told] == [before[path.index(e.digests[0])] for e in told]
-    assert [b.sequence for b in listener.batches] == list(range(len(listener.batches)))
+    assert [b.sequence for b in router.batches] == list(range(len(router.batches)))
 
 
-def test_a_second_copy_of_the_same_pages_is_not_told(listener: Listener) -> None:
+def test_a_second_copy_of_the_same_pages_is_not_told(router: Router) -> None:
     """Two requests compute one prefix at once: the second copy is given back, and is no event."""
     cache = ScriptedCache(storage=False)
-    cache.cache.publish_events(listener)
+    cache.cache.publish_events(router)
     cache.begin("a", tokens(40))
     cache.begin("b", tokens(40))
     cache.step(6)
     settle(cache)
     assert {r.rid for r in cache.finished} == {"a", "b"}
-    stored = [e for e in listener.events() if isinstance(e, Stored) and e.tier is Tier.DEVICE]
+    stored = [e for e in router.events if isinstance(e, Stored) and e.tier is Tier.DEVICE]
     assert sum(len(e.digests) for e in stored) == 10
 
 
-def test_a_failed_store_is_never_told(listener: Listener) -> None:
+def test_a_failed_store_is_never_told(router: Router) -> None:
     """A router would send a request to a replica for pages that L3 has never had."""
     cache = ScriptedCache()
-    cache.cache.publish_events(listener)
+    cache.cache.publish_events(router)
     cache.begin("a", tokens(40))
     cache.step(4)
     while cache.executor.open_jobs():
@@ -104,56 +73,55 @@ def test_a_failed_store_is_never_told(listener: Listener) -> None:
             cache.end(job, failed=failed)
         cache.step()
     cache.step()
-    assert {tier for _, tier, _ in listener.held()} == {Tier.DEVICE, Tier.HOST}
+    assert {tier for _, tier, _ in router.held} == {Tier.DEVICE, Tier.HOST}
 
 
-def test_another_storage_ends_every_belief_about_the_old_one(listener: Listener) -> None:
+def test_another_storage_ends_every_belief_about_the_old_one(router: Router) -> None:
     """A daemon that restarted empty holds nothing; routers must hear it from whoever noticed."""
     cache = ScriptedCache()
-    cache.cache.publish_events(listener)
+    cache.cache.publish_events(router)
     cache.run("a", tokens(40))
     settle(cache)
-    assert any(tier is Tier.STORAGE for _, tier, _ in listener.held())
+    assert any(tier is Tier.STORAGE for _, tier, _ in router.held)
     cache.executor.lose_storage()
     cache.step()
-    lost = [e for e in listener.events() if isinstance(e, Removed)]
-    assert [(e.tier, e.why, len(e.digests)) for e in lost] == [(Tier.STORAGE, Loss.RESET, 10)]
+    assert [(e.tier, e.why, len(e.digests)) for e in router.removed] == [(Tier.STORAGE, Loss.RESET, 10)]
 
 
-def test_a_flush_is_one_event(listener: Listener) -> None:
+def test_a_flush_is_one_event(router: Router) -> None:
     """SGLang's routers know a flush as AllBlocksCleared."""
     cache = ScriptedCache(kinds=(FULL, SWA, MAMBA))
-    cache.cache.publish_events(listener)
+    cache.cache.publish_events(router)
     cache.run("a", tokens(40))
     settle(cache)
-    assert {component for _, _, component in listener.held()} == {FULL, SWA, MAMBA}
+    assert {component for _, _, component in router.held} == {FULL, SWA, MAMBA}
     assert cache.scheduler.flush()
     cache.step()
-    assert listener.batches[-1].events == (Cleared(),)
-    assert not listener.held()
+    assert router.batches[-1].events == (Cleared(),)
+    assert not router.held
 
 
-def test_a_listener_that_lost_some_is_told_everything_again(listener: Listener) -> None:
+def test_a_router_that_lost_some_is_told_everything_again(router: Router) -> None:
     """Without a new start its picture would stay wrong for ever; the gap in the numbers shows it."""
     cache = ScriptedCache(storage=False)
-    cache.cache.publish_events(listener)
+    cache.cache.publish_events(router)
     cache.run("a", tokens(40))
     settle(cache)
-    before = listener.batches[-1].sequence
-    listener.room = False
+    before = router.batches[-1].sequence
+    router.busy = True
     cache.run("b", tokens(24, seed=2))
     settle(cache)
-    listener.room = True
+    router.busy = False
     cache.run("c", tokens(24, seed=3))
     settle(cache)
-    after = [b for b in listener.batches if b.sequence > before]
+    after = [b for b in router.batches if b.sequence > before]
     assert after[0].sequence == before + 2
     assert after[0].events[0] == Cleared()
-    fresh = Listener()
+    fresh = Router()
     cache.cache.publish_events(fresh)
     cache.step()
-    assert listener.held() == fresh.held()
-    assert len({d for d, tier, _ in listener.held() if tier is Tier.DEVICE}) == 22
+    assert router.held == fresh.held
+    assert len({d for d, tier, _ in router.held if tier is Tier.DEVICE}) == 22
 
 
 def test_nothing_is_told_and_no_page_is_hashed_unless_asked_for() -> None:
