@@ -51,7 +51,8 @@ class Request:
     captures: list[Capture] = field(default_factory=list)  # of the step about to run
     load: LoadTicket | None = None  # wait_layer() before reading a layer while it is set
     admissions: int = 0
-    load_failed: bool = False  # a load for it has failed: it is not given another one
+    load_failed: bool = False  # a load for it has failed
+    host_limit: int | None = None  # pages; what it may load after a failed load, 0: nothing. None: all
 
     lease: Lease | None = None  # device lease while running
     branch: tuple[int, ...] = ()  # pages; boundaries whose MAMBA state a prefill should leave behind

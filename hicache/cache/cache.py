@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from hicache.cache.accounts import Accounts
 from hicache.cache.events import EventLog, Sink
+from hicache.cache.fetch_plan import Outlook
 from hicache.cache.jobs import Jobs, StorageAge
 from hicache.cache.ownership import Private
 from hicache.cache.places import Places
@@ -66,6 +67,7 @@ class HiCache:
         self._tables = PageTables(tree, self.pools, self.rules, self._places, clock, self._accounts)
         self._check_islands()
         self._check_capacities(device)
+        self._check_mirrors(host)
         self._jobs = Jobs()
         self._age = StorageAge(executor)
         self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats, spec, self._age)
@@ -76,6 +78,7 @@ class HiCache:
         self.sessions = Sessions(tree, config, clock, self.stats)
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight
+        self._failing: set[Request] = set()  # to be admitted again once it is known what could be loaded
         self._events: EventLog | None = None
 
     def _check_islands(self) -> None:
@@ -99,6 +102,15 @@ class HiCache:
                     f"tokens, one request needs {needs[component]}; raise --max-total-tokens, "
                     f"--swa-full-tokens-ratio or --max-mamba-cache-size, or lower --chunked-prefill-size"
                 )
+
+    def _check_mirrors(self, host: Mapping[Component, int]) -> None:
+        """A family moves to the host whole or not at all (law 4)."""
+        missing = [c.name for c in self.spec.kinds if host and host.get(c, 0) < 1]
+        if missing:
+            raise ConfigError(
+                f"L2 has no page for {', '.join(missing)}: what it holds besides could never be resumed; "
+                "raise --hicache-ratio or --hicache-size, or serve without --enable-hierarchical-cache"
+            )
 
     def _swa_need(self) -> int:
         step = max(self.config.chunked_prefill_size, self.config.mamba_track_interval)
@@ -138,7 +150,9 @@ class HiCache:
         On success the page tables cover [0, request.computed) and accounting is set. On refusal
         nothing has changed. If nothing else runs, the hit shrinks until the request fits.
         """
-        if not request.load_failed and self._admit_up_to(request, Tier.HOST):
+        if request in self._failing:
+            return False  # soon: how much of its hit could be loaded is not known yet
+        if request.host_limit != 0 and self._admit_up_to(request, Tier.HOST):
             return True
         if self._admit_up_to(request, Tier.DEVICE):
             return True
@@ -152,6 +166,10 @@ class HiCache:
         """Admit with what L1, or L1 and L2, have of the prompt; None admits without any hit."""
         found = self.tree.match(request.scope, request.tokens, len(request.tokens) - 1)
         boundary = {Tier.HOST: found.host, Tier.DEVICE: found.device, None: 0}[deepest]
+        whole = found.host
+        if deepest is Tier.HOST and request.host_limit is not None:
+            found = self.tree.match(request.scope, request.tokens, request.host_limit * self.rules.page_size)
+            boundary = found.host
         path = self.tree.slots(found, boundary)
         lease = self.tree.lock(found, boundary, Tier.DEVICE)
         host_lease = self.tree.lock(found, boundary, Tier.HOST)
@@ -178,7 +196,7 @@ class HiCache:
         self.tree.touch(lease, self.clock.now(), priority=request.priority, hits=hits)
         request.admissions += 1
         ask = self._prefetcher.ended(request)
-        self._accounts.admitted(request, ask, device=found.device, hit=boundary, whole=found.host)
+        self._accounts.admitted(request, ask, device=found.device, hit=boundary, whole=whole)
         self._start_load(request, running, path, taken, holes, host_lease)
         self._writing.committed(lease, request)  # a second access may be what a selective policy waits for
         return True
@@ -209,6 +227,9 @@ class HiCache:
             self.tree.release(host_lease)
             return
         running.host_lease, running.moves = host_lease, moves
+        first = path.boundary - len(path.full_host)
+        running.loading = {FULL: range(first, path.boundary), SWA: [path.window_start + i for i in holes]}
+        running.loading[MAMBA] = [path.boundary]
         job = self._jobs.open(JobKind.LOAD, lambda done: self._loaded(done, request, running))
         request.load = self.executor.start_load(job, moves)
 
@@ -219,6 +240,8 @@ class HiCache:
             running.host_lease = None
         if done.failed:
             running.spoiled = True  # whoever still waits for a layer is told by the ticket
+            self._failing.discard(request)
+            request.host_limit = self._loadable(request, running, moves, done.flags)
         else:
             for move in moves:
                 self.stats.loaded_pages[move.component.name.lower()] += len(move.sources)
@@ -227,6 +250,28 @@ class HiCache:
             self._release(running, running.leaving)
         elif not done.failed:
             request.load = None
+
+    def _loadable(self, request: Request, running: Running, moves: list[Move], flags: bytes) -> int:
+        """The deepest boundary that takes nothing from the host which could not be loaded; 0 the second time.
+
+        Pages whose copy failed may fail again; `flags` are of the load's pages, in order.
+        """
+        if request.host_limit is not None:
+            return 0
+        came = iter(flags.ljust(sum(len(move.sources) for move in moves), b"\0"))
+        bad = {
+            move.component: [p for p in running.loading[move.component] if not next(came)] for move in moves
+        }
+        end = running.loading[MAMBA][0]
+        found = self.tree.match(request.scope, request.tokens, end * self.rules.page_size)
+        presence = self.tree.presence(found)
+        for position in bad.get(SWA, ()):
+            if presence.swa is not None and position < len(presence.swa):
+                presence.swa[position] = 0
+        if presence.checkpoints is not None:
+            presence.checkpoints = [b for b in presence.checkpoints if b not in bad.get(MAMBA, ())]
+        run = min([found.full, end, *bad.get(FULL, ())])
+        return Outlook(self.rules, run, presence, {}).deepest(run if any(bad.values()) else end - 1)
 
     # -- running -------------------------------------------------------------------------------
 
@@ -282,13 +327,15 @@ class HiCache:
         self._break_off(request)
 
     def restart(self, request: Request) -> None:
-        """Take back a running request whose load has failed; it may be admitted again, and then computes.
+        """Take back a running request whose load has failed; it may be admitted again, with less of a hit.
 
         Nothing it has reaches the tree, and its hit is not counted.
         """
         self.stats.failed_loads += 1
         self._accounts.load_failed(request)
         request.load_failed = True
+        if self._running[request].moves:
+            self._failing.add(request)
         self._end(request)
 
     def _end(self, request: Request) -> None:

@@ -6,6 +6,7 @@ Decides which MAMBA boundaries a step leaves behind; the cache decides when to c
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hicache.cache.accounts import Accounts
@@ -32,6 +33,7 @@ class Running:
     states: list[tuple[int, int]] = field(default_factory=list)  # captured (boundary, slot), to be committed
     host_lease: Lease | None = None  # source of a load in flight
     moves: list[Move] = field(default_factory=list)  # of the load in flight
+    loading: dict[Component, Sequence[int]] = field(default_factory=dict)  # positions of its pages
     spoiled: bool = False  # its load failed: nothing it has may reach the tree
     given_back: int = 0  # SWA pages before this are no longer in its table
     leaving: Lease | None = None  # ended while loading: the device lease, released when the load ends

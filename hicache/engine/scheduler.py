@@ -291,7 +291,9 @@ class Scheduler:
 
     def _restart(self, request: Request) -> None:
         """Its load failed: back to its place in the queue, to be computed; the others go on."""
-        logger.warning("%s: its pages could not be loaded from the host; they are computed", request.rid)
+        logger.warning(
+            "%s: not all of its pages could be loaded from the host; those are computed", request.rid
+        )
         self._running.remove(request)
         self.cache.restart(request)
         younger = (i for i, r in enumerate(self._waiting) if r.enqueued_at > request.enqueued_at)

@@ -183,13 +183,15 @@ class LedgerExecutor(Executor):
     def finish(self, job: JobId, *, failed: bool | None = None, upto: int | None = None) -> None:
         """Perform a job now; its Done is polled later.
 
-        `failed` decides instead of chance; `upto` entries of a FETCH or STORE are done before it ends.
+        `failed` decides instead of chance; `upto` entries of a FETCH or STORE are done before it ends,
+        and so many pages of a LOAD that fails could be copied.
         """
         entry = self._jobs.pop(job, None)
         if entry is None:
             return
         kind = entry.done.kind
         copy = kind in (JobKind.WRITE, JobKind.LOAD)
+        chance = failed is None
         if failed is None:
             failed = self._rng.random() < (self._faults.copy_fails if copy else self._faults.store_fails)
         self.spoiled += failed
@@ -198,7 +200,12 @@ class LedgerExecutor(Executor):
                 self._finish_copy(entry, kind)
             elif kind is JobKind.LOAD:
                 self.failed_loads.add(job)
-            self._ended.append(Done(job, kind, failed=failed))
+            flags = b""
+            if failed and kind is JobKind.LOAD and upto is not None:
+                flags = bytes(i < upto for i in range(len(entry.moves)))
+            elif failed and chance and kind is JobKind.LOAD and self._rng.random() < 0.7:
+                flags = bytes(self._rng.random() < 0.8 for _ in entry.moves)
+            self._ended.append(Done(job, kind, flags, failed))
             return
         if kind is JobKind.PROBE and failed:
             flags = b""

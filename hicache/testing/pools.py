@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -109,12 +109,16 @@ def _layer(tensor: torch.Tensor, pools: TorchPools, layer: int) -> torch.Tensor:
 class GatedCopyEngine(CopyEngine):
     """Holds every part of a load until allowed, and fails where told; otherwise the engine inside.
 
-    `allow(n)` lets n more parts be copied. `fail_on` names (pool, layer) whose copy raises.
+    `allow(n)` lets n more parts be copied. `fail_on` names (pool, layer) whose copy raises, for all pages
+    or for those that touch one of the host pages `bad`; from then on nothing is held.
     """
 
-    def __init__(self, inner: CopyEngine, *, fail_on: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, inner: CopyEngine, *, fail_on: tuple[str, int] | None = None, bad: Collection[int] | None = None
+    ) -> None:
         self._inner = inner
-        self._fail_on = fail_on
+        self._fail_on, self._bad = fail_on, bad
+        self._broken = False
         self._allowed = threading.Semaphore(0)
         self._moved = threading.Condition()
         self._begun = 0
@@ -134,16 +138,19 @@ class GatedCopyEngine(CopyEngine):
         with self._moved:
             self._begun += 1
             self._moved.notify_all()
-        self._allowed.acquire()
-        self._check(part)
+        if not self._broken:
+            self._allowed.acquire()
+        self._check(part, pages)
         self._inner.load_part(part, pages)
 
     def write_part(self, part: LayerPart, pages: Pages) -> None:
-        self._check(part)
+        self._check(part, pages)
         self._inner.write_part(part, pages)
 
-    def _check(self, part: LayerPart) -> None:
-        if (part.pool, part.layer) == self._fail_on:
+    def _check(self, part: LayerPart, pages: Pages) -> None:
+        touched = self._bad is None or not set(self._bad).isdisjoint(pages.host.tolist())
+        if (part.pool, part.layer) == self._fail_on and touched:
+            self._broken = True
             raise OSError(f"the bus broke at {part.pool} layer {part.layer}")
 
     def fence(self) -> Mark:

@@ -73,7 +73,8 @@ class Done:
     """The end of a job. From here on nothing touches the job's slots any more.
 
     `flags` has one byte per entry of the job: 1 = present (PROBE), whole and verified (FETCH),
-    stored or already there (STORE). WRITE and LOAD have no flags. `failed` says that the store itself
+    stored or already there (STORE). A LOAD that failed may have one per page, in the order of its moves:
+    1 = every layer of it can be copied. WRITE has no flags. `failed` says that the store itself
     failed, so flags are no evidence of absence; of a WRITE or LOAD, that its targets hold nothing.
     `seconds` is how long the work itself took, without what it waited for; 0 if it was not measured.
     `why` is that of the first object of a FETCH that did not come, or of a PROBE that failed.

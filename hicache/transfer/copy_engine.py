@@ -54,6 +54,27 @@ def layer_schedule(spec: ModelSpec) -> tuple[tuple[LayerPart, ...], ...]:
     return tuple(map(tuple, schedule))
 
 
+def check_mirrors(spec: ModelSpec, device: DevicePools, host: HostPools | None) -> None:
+    """Refuse a pool that some tier lacks or keeps in another shape: it would not move with its family.
+
+    Raises SpecError naming the tier and the pool.
+    """
+    wanted = {pool.name: pool for family in spec.components for pool in family.pools}
+    for name, tier in (("device", device), ("host", host)):
+        if tier is None:
+            continue
+        held = {pool.name: pool for family in tier.spec.components for pool in family.pools}
+        for pool in [*wanted, *held]:
+            if wanted.get(pool) == held.get(pool):
+                continue
+            what = "is of another shape" if pool in wanted and pool in held else "is missing"
+            where = f"on the {name}" if pool in wanted else "in the model"
+            raise SpecError(
+                f"pool {pool} {what} {where}: a family is on a tier whole, or not at all; "
+                "build the pools of every tier from one spec"
+            )
+
+
 def gather_pages(
     moves: Sequence[Move], device: DevicePools, host: HostPools, *, kind: JobKind
 ) -> dict[Component, Pages]:

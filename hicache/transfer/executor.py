@@ -21,6 +21,7 @@ from hicache.transfer.copy_engine import (
     CpuCopyEngine,
     Mark,
     Pages,
+    check_mirrors,
     gather_pages,
     layer_schedule,
 )
@@ -61,6 +62,7 @@ class TransferExecutor(Executor):
         self._shard = shard
         self._clock = clock if clock is not None else SystemClock()
         self._limits = limits if limits is not None else StorageLimits()
+        check_mirrors(spec, device, host)
         self._engine = copy if copy is not None else _engine_for(device, host)
         self._schedule = layer_schedule(spec)
         self._readers = 0 if synchronous else readers
@@ -158,8 +160,13 @@ class TransferExecutor(Executor):
         pages = gather_pages(moves, self._device, self._host_pools, kind=JobKind.LOAD)
         load = Load(job, self._engine, self._schedule, pages)
         after = self._engine.fence()
+
+        def fail(error: BaseException) -> bytes:
+            load.fail(error)
+            return b"" if isinstance(error, InvariantViolation) else self._try_pages(load, after)
+
         self._load_lane.submit(
-            lambda: self._perform(job, JobKind.LOAD, lambda: self._load(load, after), load.fail)
+            lambda: self._perform(job, JobKind.LOAD, lambda: self._load(load, after), fail)
         )
         return load
 
@@ -243,14 +250,38 @@ class TransferExecutor(Executor):
         self._count_copy("write", pages, started)
         return b""
 
+    def _try_pages(self, load: Load, after: Mark) -> bytes:
+        """Copy page by page what a load could not copy as a whole; of FULL up to the first that fails."""
+        flags = bytearray()
+        for component, pages in load.pages.items():
+            broken = False
+            for i in range(len(pages.host)):
+                one = {component: Pages(pages.host[i : i + 1], pages.device[i : i + 1])}
+                whole = not broken and self._try_page(one, after)
+                broken |= not whole and component is Component.FULL
+                flags.append(whole)
+        return bytes(flags)
+
+    def _try_page(self, one: Mapping[Component, Pages], after: Mark) -> bool:
+        try:
+            with self._engine.session(JobKind.LOAD, one, after):
+                for parts in self._schedule:
+                    for part in parts:
+                        if part.component in one:
+                            self._engine.load_part(part, one[part.component])
+        except (OSError, RuntimeError, ValueError) as error:
+            logger.debug("a page cannot be copied: %s", error)
+            return False
+        return True
+
     def _perform(
         self,
         job: JobId,
         kind: JobKind,
         work: Callable[[], bytes],
-        fail: Callable[[BaseException], None] | None = None,
+        fail: Callable[[BaseException], bytes] | None = None,
     ) -> None:
-        """Run a copy job to its end, whatever happens; reports it as Done."""
+        """Run a copy job to its end, whatever happens; reports it as Done. `fail` returns its flags."""
         done = Done(job, kind, failed=True)
         try:
             done = Done(job, kind, work())
@@ -262,7 +293,7 @@ class TransferExecutor(Executor):
             logger.exception("%s %d failed", kind.value, job)
             self._counters.add(f"{kind.value}_failed")
             if fail is not None:
-                fail(error)
+                done = Done(job, kind, fail(error), failed=True)
         self._end(done)
 
     def _start_storage(self, job: StorageJob) -> None:

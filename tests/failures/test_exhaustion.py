@@ -113,6 +113,16 @@ def test_pools_that_cannot_hold_one_request_are_refused_at_start(short: object) 
         ScriptedCache((FULL, SWA, MAMBA), device={**device, short: {FULL: 0, SWA: 10, MAMBA: 1}[short]})  # type: ignore[index]
 
 
+@pytest.mark.parametrize("short", [FULL, SWA, MAMBA])
+@pytest.mark.parametrize("pages", [None, 0])
+def test_a_host_without_room_for_a_component_is_refused_at_start(short: object, pages: int | None) -> None:
+    """What it held of the others could never be resumed."""
+    host = {FULL: 8, SWA: 8, MAMBA: 8, short: pages}
+    host = {c: n for c, n in host.items() if n is not None}
+    with pytest.raises(ConfigError, match=f"L2 has no page for {getattr(short, 'name', '')}"):
+        ScriptedCache((FULL, SWA, MAMBA), host=host)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kinds", [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)], ids=str)
 @pytest.mark.parametrize("running", [1, 4])
 def test_the_smallest_pools_serve_every_request_in_the_end(kinds: tuple[object, ...], running: int) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from hicache.keys import page_hashes
 from hicache.testing.scripted_cache import FULL, MAMBA, SWA, ScriptedCache, tokens
-from hicache.transfer.base import JobKind, ObjectRef
+from hicache.transfer.base import JobId, JobKind, ObjectRef
 from hicache.types import Component, PrefetchPolicy, Tier
 
 SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
@@ -154,4 +155,64 @@ def test_a_window_that_does_not_fit_on_the_host_gives_way_to_one_that_does(short
     bed.cache.run("r", bed.prompt)
     # One page of a window of two is enough at the first boundary only; one state is enough everywhere.
     assert bed.cache.finished[-1].cached.storage == (PAGE if short is SWA else 10 * PAGE)
+    bed.cache.check_quiet()
+
+
+@pytest.mark.parametrize("kinds", SETS, ids=str)
+def test_a_load_that_fails_in_part_gives_the_deepest_boundary_without_what_failed(
+    kinds: tuple[Component, ...],
+) -> None:
+    """One bad page of the host would cost all of a prompt that the host holds."""
+    hits = set()
+    for upto in range(14):
+        bed = Bed(kinds, 10, 8, storage=False)
+        bed.cache.drop_memory()
+        bed.cache.run("warm", bed.prompt)
+        tree, pools = bed.cache.cache.tree, bed.cache.cache.pools
+        for component in reversed(kinds):
+            count = tree.resident(Tier.DEVICE, component)
+            pools.free_all(tree.evict(Tier.DEVICE, component, count).freed)
+        host = bed.local()
+        request = bed.cache.submit("r", bed.prompt, new=3)
+        assert bed.cache.cache.admit(request)
+        bed.cache.scheduler._waiting.remove(request)
+        bed.cache.scheduler._running.append(request)
+        window = [(SWA, 8), (SWA, 9)] if SWA in kinds else []
+        state = [(MAMBA, 10)] if MAMBA in kinds else []
+        loaded = [*((FULL, p) for p in range(10)), *window, *state]
+        bed.cache.end(bed.cache.open(JobKind.LOAD), failed=True, upto=upto)
+        expected = (
+            bed.best(host - set(loaded[upto:])) if upto < len(loaded) else bed.best(host - {loaded[-1]})
+        )
+        bed.cache.drain()
+        assert request in bed.cache.finished
+        assert request.cached.host == expected * PAGE, upto
+        assert request.cached.cached + request.cached.computed == len(bed.prompt)
+        hits.add(expected)
+        bed.cache.check_quiet()
+    assert len(hits) >= 9
+
+
+def test_a_load_that_goes_on_failing_is_given_up() -> None:
+    """A host that says that its pages are good, and cannot copy them, would be asked for ever."""
+    bed = Bed((FULL,), 10, 8, storage=False)
+    tree, pools = bed.cache.cache.tree, bed.cache.cache.pools
+    pools.free_all(tree.evict(Tier.DEVICE, FULL, 10).freed)
+    request = bed.cache.submit("r", bed.prompt)
+    finish, loads = bed.cache.executor.finish, []
+
+    def fail(job: JobId, **how: Any) -> None:
+        if job in bed.cache.executor.open_jobs(JobKind.LOAD):
+            loads.append(job)
+            how = {"failed": True, "upto": 10}
+        finish(job, **how)
+
+    bed.cache.executor.finish = fail  # type: ignore[method-assign]
+    for _ in range(20):
+        bed.cache.step()
+    bed.cache.executor.finish = finish  # type: ignore[method-assign]
+    assert request in bed.cache.finished
+    assert len(loads) == 2
+    assert request.cached.cached == 0
+    bed.cache.drain()
     bed.cache.check_quiet()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 
-from hicache.errors import InvariantViolation
+from hicache.errors import InvariantViolation, SpecError
 from hicache.spec import ModelSpec
 from hicache.testing.pools import FULL, MAMBA, SWA, fill, hybrid_spec, page_bytes
 from hicache.tiers.device import DevicePools
@@ -129,3 +130,28 @@ def test_a_slot_outside_the_pool_is_refused_before_anything_moves(bad: int) -> N
         executor.start_load(JobId(1), [Move(FULL, array("i", [3, 4]), array("i", [0]))])
     assert executor.poll() == []
     executor.close()
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize(("change", "message"), [("lost", "is missing"), ("narrow", "another shape")])
+def test_a_pool_without_a_mirror_on_some_tier_is_refused(tier: str, change: str, message: str) -> None:
+    """A sidecar that stays behind is read as whatever its page held before."""
+    spec = hybrid_spec(16)
+    for family in (c.component for c in spec.components):
+        for number in range(len(spec[family].pools)):
+            pools = list(spec[family].pools)
+            if change == "narrow":
+                pools[number] = replace(pools[number], row_shape=(1, *pools[number].row_shape))
+            elif number:
+                del pools[number]
+            else:
+                continue
+            components = [
+                replace(c, pools=tuple(pools)) if c.component is family else c for c in spec.components
+            ]
+            other = replace(spec, components=tuple(components))
+            sizes = {FULL: 2, SWA: 2, MAMBA: 2}
+            device = DevicePools(other if tier == "device" else spec, sizes)
+            host = HostPools(other if tier == "host" else spec, sizes)
+            with pytest.raises(SpecError, match=f"{message} on the {tier}.*whole, or not at all"):
+                TransferExecutor(spec, device, host, synchronous=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -33,7 +33,7 @@ MOVES = [
 class Bench:
     """An executor whose copy thread moves only as far as a test allows."""
 
-    def __init__(self, *, fail_on: tuple[str, int] | None = None) -> None:
+    def __init__(self, *, fail_on: tuple[str, int] | None = None, bad: Collection[int] | None = None) -> None:
         capacities = {FULL: 8, SWA: 8, MAMBA: 4}
         self.device, self.host = DevicePools(SPEC, capacities), HostPools(SPEC, capacities)
         source = DevicePools(SPEC, capacities)
@@ -45,7 +45,7 @@ class Bench:
         filler.close()
         for kind, n in capacities.items():
             self.device.poison(kind, range(n))
-        self.gate = GatedCopyEngine(CpuCopyEngine(self.device, self.host), fail_on=fail_on)
+        self.gate = GatedCopyEngine(CpuCopyEngine(self.device, self.host), fail_on=fail_on, bad=bad)
         self.executor = TransferExecutor(SPEC, self.device, self.host, copy=self.gate)
         self.reader = ThreadPoolExecutor(1)
 
@@ -132,6 +132,26 @@ def test_a_copy_that_fails_wakes_every_reader_with_the_reason(broken: tuple[str,
     again.wait_layer(0)
     assert bench.executor.wait(10)
     assert [d.failed for d in bench.executor.poll()] == [False]
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("pool", "flags"),
+    [("full_index", b"\1\1\0\0\1\1"), ("swa_kv", b"\1\1\1\1\0\1"), ("mamba_conv", b"\1" * 6)],
+)
+def test_a_load_that_fails_says_which_pages_can_be_copied(pool: str, flags: bytes) -> None:
+    """One page that cannot be read would cost all the others; of FULL those behind it are of no use."""
+    bench = Bench(fail_on=(pool, 0), bad={5})
+    moves = [
+        Move(FULL, array("i", [3, 2, 5, 7]), array("i", [0, 1, 2, 3])),
+        Move(SWA, *[array("i", [5, 6])] * 2),
+    ]
+    bench.executor.start_load(JobId(1), moves)
+    bench.gate.allow(1000)
+    assert bench.executor.wait(10)
+    (done,) = bench.executor.poll()
+    assert done.failed is (0 in flags)
+    assert done.flags == (flags if done.failed else b"")
     bench.close()
 
 
