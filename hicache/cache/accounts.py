@@ -198,6 +198,9 @@ def _add(counts: dict[str, int], reason: Shortfall, tokens: int) -> None:
         counts[reason.value] = counts.get(reason.value, 0) + tokens
 
 
+_NAMED_AT_ONCE = 64  # pages; what lies behind the first unknown one needs no name yet
+
+
 class Ceiling:
     """Remembers the paths that were computed, to say what an infinite cache would have had of a prompt.
 
@@ -222,17 +225,21 @@ class Ceiling:
 
     def reusable(self, request: Request, limit: int) -> int:
         """Return the deepest boundary, in pages up to `limit`, that an infinite cache would have."""
-        found = 0
-        for i in range(limit):
-            key = self._keys(request, i + 1)[i]
-            state = self._young.get(key)
-            if state is None:
-                state = self._old.get(key)
+        found = at = 0
+        while at < limit:
+            keys = self._keys(request, min(limit, at + _NAMED_AT_ONCE))
+            for key in keys[at : at + _NAMED_AT_ONCE]:
+                state = self._young.get(key)
                 if state is None:
-                    break
-                self._keep(key, state)
-            if state or not self._mamba:
-                found = i + 1
+                    state = self._old.get(key)
+                    if state is None:
+                        return found
+                    self._keep(key, state)
+                at += 1
+                if at > limit:
+                    return found
+                if state or not self._mamba:
+                    found = at
         return found
 
     def _keep(self, key: int, state: bool) -> None:
@@ -244,11 +251,11 @@ class Ceiling:
         """The names of pages [0, end), computed once per request."""
         keys = request.page_keys
         if len(keys) < end:
-            view = memoryview(request.tokens).cast("B")
-            size = self._page_bytes
-            last = keys[-1] if keys else xxhash.xxh3_64_intdigest(request.scope)
-            for i in range(len(keys), end):
-                last = xxhash.xxh3_64_intdigest(view[i * size : (i + 1) * size], last)
+            size, digest = self._page_bytes, xxhash.xxh3_64_intdigest
+            view = memoryview(request.tokens).cast("B")[len(keys) * size : end * size]
+            last = keys[-1] if keys else digest(request.scope)
+            for at in range(0, len(view), size):
+                last = digest(view[at : at + size], last)
                 keys.append(last)
         return keys
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from hicache.daemon.events import Change, ChangeKind
@@ -24,7 +25,9 @@ class Fate(enum.Enum):
     LOST = "lost"  # it was stored: cleared, expired, or dropped by the store itself
 
 
-_FATES = {ChangeKind.STORED: Fate.LOST, ChangeKind.EVICTED: Fate.EVICTED, ChangeKind.DELETED: Fate.DELETED}
+_ORDER = tuple(Fate)  # NEVER_STORED is 0: what no name is known by
+_AFTER = {ChangeKind.STORED: Fate.LOST, ChangeKind.EVICTED: Fate.EVICTED, ChangeKind.DELETED: Fate.DELETED}
+_FATES = {kind: _ORDER.index(fate) for kind, fate in _AFTER.items()}
 
 
 class Fates:
@@ -33,8 +36,8 @@ class Fates:
     def __init__(self, limit: int = _REMEMBERED) -> None:
         self._half = max(1, limit // 2)
         self._lock = threading.Lock()
-        self._young: dict[int, Fate] = {}
-        self._old: dict[int, Fate] = {}
+        self._young: dict[int, int] = {}  # to the fate's place in the order of fates
+        self._old: dict[int, int] = {}
 
     def note(self, changes: Sequence[Change]) -> None:
         """Follow changes of the store. A clear needs no note: what it took is LOST when it is asked for."""
@@ -49,10 +52,6 @@ class Fates:
 
     def of(self, names: Iterable[str]) -> dict[Fate, int]:
         """Count the fates of names that were asked for in vain."""
-        counts: dict[Fate, int] = {}
-        young, old = self._young, self._old
-        for name in names:
-            key = hash(name)
-            fate = young.get(key) or old.get(key) or Fate.NEVER_STORED
-            counts[fate] = counts.get(fate, 0) + 1
-        return counts
+        young, old = self._young.get, self._old.get
+        counts = Counter([young(key) or old(key, 0) for key in map(hash, names)])
+        return {_ORDER[fate]: count for fate, count in counts.items()}
