@@ -63,7 +63,7 @@ class LongRequests:
     A length is drawn between `range_ratio` times the given one and the given one.
     """
 
-    num_prompts: int = 192
+    num_prompts: int = 144
     concurrency: int = 96
     input_length: int = 32_768
     output_length: int = 16_384

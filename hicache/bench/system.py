@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from hicache.bench.report import JSON
 from hicache.build import TierSizes
 from hicache.config.cache import CacheConfig, StateCheckpoints
+from hicache.engine.island_plan import ratio_warning
 from hicache.engine.sizing import device_capacities
 from hicache.errors import ConfigError
 from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
@@ -136,6 +137,20 @@ class SimulatedSystem:
         )
         host = {} if tiers is Tiers.L1 else {c: int(n * self.hicache_ratio) for c, n in device.items()}
         return TierSizes(device=device, host=host)
+
+    @property
+    def ratio_warning(self) -> str | None:
+        """Why the pools assume islands, if they do and there are none."""
+        if self.enable_swa_islands or SWA not in self.components:
+            return None
+        return ratio_warning(
+            full_tokens=self.max_total_tokens,
+            swa_tokens=int(self.max_total_tokens * self.swa_full_tokens_ratio),
+            chunk=self.chunked_prefill_size,
+            running=self.max_running_requests,
+            window=self.sliding_window,
+            page_size=self.page_size,
+        )
 
     def config(self, eviction_policy: str) -> CacheConfig:
         """The published system's policies; only the eviction policy is free."""

@@ -213,6 +213,8 @@ def multi_turn(
         url=url,
         keys=(api_key, admin_api_key),
     )
+    if system.ratio_warning is not None and not url:
+        click.echo(f"hicache: {system.ratio_warning}", err=True)
     if plot_path is not None:
         _plotting()  # refuse before the run, not after it
     runs = _run_http(plan, tiers_text) if plan.url else _run_all(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from hicache.cache import HiCache
 from hicache.clock import Clock, SystemClock
 from hicache.config.cache import CacheConfig
 from hicache.engine.architecture import WHOLE, ReferenceConfig, reference_spec
+from hicache.engine.island_plan import ratio_warning
 from hicache.engine.layers import Ranks
 from hicache.engine.model import ReferenceModel
 from hicache.engine.ranks import GlooRanks
@@ -24,6 +26,11 @@ from hicache.tiers.host import HostMemory, HostPools
 from hicache.tiers.layouts import HostLayout
 from hicache.transfer.agreed import AgreedExecutor, agree_at_start
 from hicache.transfer.executor import TransferExecutor
+from hicache.types import Component
+
+logger = logging.getLogger(__name__)
+
+FULL, SWA = Component.FULL, Component.SWA
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,23 @@ class EngineSettings:
     settle: Settle = Settle.ASYNC
     islands: bool = False  # SWA is kept where a path may be resumed only
     accept_length: AcceptLength | None = None  # tokens of a decode step; one without it
+
+
+def warn_about_ratio(settings: EngineSettings) -> None:
+    """Log a pool split that assumes islands where they are off; hits would be lost in silence."""
+    device = settings.sizes.device
+    if settings.islands or SWA not in device:
+        return
+    warning = ratio_warning(
+        full_tokens=device[FULL] * settings.page_size,
+        swa_tokens=device[SWA] * settings.page_size,
+        chunk=settings.cache.chunked_prefill_size,
+        running=settings.max_running_requests,
+        window=settings.model.window,
+        page_size=settings.page_size,
+    )
+    if warning is not None:
+        logger.warning("%s", warning)
 
 
 class ReferenceEngine:
@@ -67,6 +91,7 @@ class ReferenceEngine:
         if ranks is not None:
             settings = _agreed(settings, ranks)
         self.settings, self.ranks = settings, ranks
+        warn_about_ratio(settings)
         clock = clock or SystemClock()
         self.device_pools = DevicePools(self.spec, settings.sizes.device, settings.device)
         self.host_pools = (

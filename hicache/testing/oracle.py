@@ -147,8 +147,8 @@ class Oracle:
             self._adopt(page, FULL, DEVICE, full[i - start], out.duplicates)
             unwanted = there and i < end - self.rules.window_pages
             if places is not None:  # an island is the window before a place, and one boundary more
-                reach = self.rules.window_pages + self.rules.align_pages
-                unwanted = not any(at - reach <= i < at for at in places)
+                before = self.rules.window_pages + self.rules.align_pages
+                unwanted = not any(at - before <= i < at for at in places)
             if unwanted and offered != NO_SLOT:
                 out.duplicates.setdefault(SWA, array("i")).append(offered)
             else:

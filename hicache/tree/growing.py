@@ -12,7 +12,7 @@ from hicache.errors import InvariantViolation
 from hicache.tree.base import Inserted, Lease
 from hicache.tree.eviction import Stats
 from hicache.tree.forest import Forest, byte_view
-from hicache.tree.islands import island_ranges, part
+from hicache.tree.islands import frontier, island_ranges, part
 from hicache.tree.leases import checked, move, tell_device, touch_window
 from hicache.tree.node import STORED, Node, State
 from hicache.tree.observing import saw_written
@@ -138,6 +138,8 @@ def insert(
         touch_window(f, node, end, now, priority, 0)
     if states:
         _adopt_states(f, offer, node, states, end)
+    if places is not None and held.depth < end:
+        outgrow(f, node, held.depth, end)
     move(f, held, node, end)
     f.version += 1
     return out
@@ -330,6 +332,23 @@ def _believe(f: Forest, node: Node, component: Component, start: int, end: int) 
         tell_pages_gained(f, node, Tier.STORAGE, component, fresh)
     for i in range(start - base, end - base):
         flags[i] |= STORED
+
+
+def outgrow(f: Forest, node: Node, before: int, end: int) -> None:
+    """Let the island at `before` count as last used when it was made, if one line goes on from it to `end`.
+
+    A conversation that goes on comes back at its new end. Where lines part, at the end of a node, its
+    island is what the next branch begins from, and stays as recent as it is.
+    """
+    swa = node.swa
+    low, high = max(node.start, frontier(before, f.rules)), min(before, frontier(end, f.rules))
+    if swa is None or not node.start < before < node.end or low >= high or not swa.runs:
+        return
+    inside, fresh = swa.isolate(low, high, f.forget_run)
+    for run in inside:
+        run.stats.last = run.stats.created
+    for run in inside + fresh:
+        f.offer_run(run)
 
 
 def insert_host(

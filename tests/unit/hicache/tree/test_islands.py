@@ -91,3 +91,39 @@ def test_a_lease_that_has_moved_on_lets_go_of_its_old_window() -> None:
     tree.hold_windows(lease, 40)  # beyond its end: nothing is held
     assert len(tree.evict(DEVICE, SWA, 99).freed[DEVICE, SWA]) == 2
     tree.check_integrity()
+
+
+def say(tree: UnifiedTree, path: array[int], slot: int, now: float) -> None:
+    """One turn: match, touch, insert what is missing as one chunk, release."""
+    found = tree.match(b"", path, len(path))
+    lease = tree.lock(found, found.device, DEVICE)
+    tree.touch(lease, now)
+    start, end = found.full_device, len(path)
+    fresh = array("i", range(slot + start, slot + end))
+    tree.insert(lease, path, start, end, full=fresh, swa=fresh, places=[end], now=now)
+    tree.release(lease)
+    tree.check_integrity()
+
+
+def test_an_island_that_its_conversation_has_outgrown_goes_before_those_it_may_come_back_to() -> None:
+    """A hit would keep the window it began from as long as the one it left: half of the pool for nothing."""
+    tree = UnifiedTree(TreeRules(1, (FULL, SWA), 2), make_policy("lru"))
+    one, two = tokens(40), array("I", range(101, 141))
+    say(tree, one[:10], 0, 1.0)
+    say(tree, two[:10], 100, 2.0)
+    say(tree, one[:20], 0, 3.0)
+    assert sorted(tree.evict(DEVICE, SWA, 3).freed[DEVICE, SWA]) == [7, 8, 9]
+    assert tree.match(b"", two, 10).device == 10
+    assert tree.match(b"", one, 20).device == 20
+
+
+def test_an_island_where_lines_part_stays_as_recent_as_its_last_use() -> None:
+    """A system prompt's window would go first, however many requests begin with it."""
+    tree = UnifiedTree(TreeRules(1, (FULL, SWA), 2), make_policy("lru"))
+    prefix = tokens(10)
+    say(tree, prefix, 0, 1.0)
+    for number in range(1, 4):
+        say(tree, prefix + array("I", [number * 1000 + i for i in range(8)]), number * 100, 1.0 + number)
+    # The first branch's island is the oldest; the prefix was used by the last one.
+    assert sorted(tree.evict(DEVICE, SWA, 3).freed[DEVICE, SWA]) == [115, 116, 117]
+    assert tree.match(b"", prefix, 10).device == 10
