@@ -51,6 +51,7 @@ class Request:
     captures: list[Capture] = field(default_factory=list)  # of the step about to run
     load: LoadTicket | None = None  # wait_layer() before reading a layer while it is set
     admissions: int = 0
+    too_dear: bool = False  # loading what the host has of it would take longer than computing it
     load_failed: bool = False  # a load for it has failed
     host_limit: int | None = None  # pages; what it may load after a failed load, 0: nothing. None: all
 

@@ -40,6 +40,7 @@ class Shortfall(enum.Enum):
     COVERED = "covered"  # device or host had them after all when the request began
     EVICTED = "evicted"  # no tier had them any more when the request began
     NO_ROOM = "no_room"  # a tier had them, and the device had no room to use them
+    RECOMPUTE = "recompute"  # computing them was faster, as measured
     LOAD_FAILED = "load_failed"  # they could not be copied to the device
 
 
@@ -133,7 +134,8 @@ class Accounts:
             return
         device = min(device, hit)
         storage = min(hit - device, max(0, min(hit, ask.reached) - ask.known))
-        shrunk = Shortfall.LOAD_FAILED if request.load_failed else Shortfall.NO_ROOM
+        shrunk = Shortfall.RECOMPUTE if request.too_dear else Shortfall.NO_ROOM
+        shrunk = Shortfall.LOAD_FAILED if request.load_failed else shrunk
         marks = [(whole, shrunk), (ask.known, Shortfall.EVICTED), *ask.marks]
         ceiling = hit
         if self._ceiling is not None:

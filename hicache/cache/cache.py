@@ -21,6 +21,7 @@ from hicache.cache.quarantine import Quarantine
 from hicache.cache.sessions import Sessions
 from hicache.cache.stats import CacheStats
 from hicache.cache.tables import PageTables, Running, clear_tables
+from hicache.cache.weighing import Weighing
 from hicache.cache.writing import WriteDown
 from hicache.clock import Clock
 from hicache.config.cache import CacheConfig
@@ -70,10 +71,11 @@ class HiCache:
         self._check_mirrors(host)
         self._jobs = Jobs()
         self._age = StorageAge(executor)
+        self.weighing = Weighing(spec, config, clock)
         self._writing = WriteDown(tree, self.pools, executor, self._jobs, config, self.stats, spec, self._age)
         self._prefetcher = Prefetcher(
             *(tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats),
-            *(spec, self._age),
+            *(spec, self._age, self.weighing),
         )
         self.sessions = Sessions(tree, config, clock, self.stats)
         self._running: dict[Request, Running] = {}
@@ -165,6 +167,9 @@ class HiCache:
     def _admit_up_to(self, request: Request, deepest: Tier | None) -> bool:
         """Admit with what L1, or L1 and L2, have of the prompt; None admits without any hit."""
         found = self.tree.match(request.scope, request.tokens, len(request.tokens) - 1)
+        if deepest is Tier.HOST:
+            request.too_dear = not self.weighing.host_pays(found)
+            deepest = Tier.DEVICE if request.too_dear else deepest
         boundary = {Tier.HOST: found.host, Tier.DEVICE: found.device, None: 0}[deepest]
         whole = found.host
         if deepest is Tier.HOST and request.host_limit is not None:
@@ -243,6 +248,7 @@ class HiCache:
             self._failing.discard(request)
             request.host_limit = self._loadable(request, running, moves, done.flags)
         else:
+            self.weighing.loaded(moves, done.seconds)
             for move in moves:
                 self.stats.loaded_pages[move.component.name.lower()] += len(move.sources)
         if running.leaving is not None:

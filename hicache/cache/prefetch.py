@@ -8,6 +8,7 @@ a read still fills stay held until the read ends (law 9).
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -17,6 +18,7 @@ from hicache.cache.jobs import Jobs, StorageAge
 from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch_state import Phase, Prefetch
 from hicache.cache.stats import CacheStats
+from hicache.cache.weighing import Weighing
 from hicache.clock import Clock
 from hicache.config.cache import CacheConfig
 from hicache.keys import page_hashes
@@ -56,10 +58,12 @@ class Prefetcher:
         stats: CacheStats,
         spec: ModelSpec,
         age: StorageAge,
+        weighing: Weighing,
     ) -> None:
         self._age = age
         self._weights = {c.component: c.page_bytes for c in spec.components}
         self._periods = spec.periods
+        self._weighing = weighing
         self._tree, self._rules, self._pools = tree, rules, pools
         self._executor, self._jobs, self._clock, self._stats = executor, jobs, clock, stats
         self._threshold = max(config.prefetch_threshold, rules.page_size)
@@ -90,8 +94,10 @@ class Prefetcher:
         self._found[request.rid] = _Found(found.host, looks)
         before = self._by_rid.pop(request.rid, None)
         few = (limit - found.host) * page < self._threshold
-        if few or not usable:
-            why = Shortfall.BELOW_THRESHOLD if few else Shortfall.BREAKER_OPEN
+        why = Shortfall.BELOW_THRESHOLD if few else None if usable else Shortfall.BREAKER_OPEN
+        if why is None and not self._weighing.storage_pays(found, limit, self._reading()):
+            why = Shortfall.RECOMPUTE
+        if why is not None:
             self._stats.prefetch[why.value] += 1
             self._found[request.rid].ask = Ask(found.host, limit, 0, [(limit, why)])
             return
@@ -249,6 +255,8 @@ class Prefetcher:
 
     def _fetched(self, done: Done, prefetch: Prefetch) -> None:
         del self._fetching[done.job]
+        brought = {part.component: sum(whole) for part, whole in prefetch.split(done.flags)}
+        self._weighing.fetched(brought, done.seconds)
         fetching = prefetch.phase is Phase.FETCHING
         missing = prefetch.collect(done.flags) if fetching else []
         if missing:
@@ -427,6 +435,14 @@ class Prefetcher:
         """Every prefetch that may hold host pages; those of withdrawn requests until their read ends."""
         withdrawn = [p for p in self._fetching.values() if self._by_rid.get(p.request.rid) is not p]
         return [*self._by_rid.values(), *withdrawn]
+
+    def _reading(self) -> Counter[Component]:
+        """Pages (states) that reads in flight are to bring."""
+        reading: Counter[Component] = Counter()
+        for prefetch in self._fetching.values():
+            for part in prefetch.parts:
+                reading[part.component] += len(part.positions)
+        return reading
 
     def _reserved(self) -> int:
         """FULL host pages that queued requests hold: reads in flight and what they hang on, and what was

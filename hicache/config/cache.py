@@ -18,6 +18,13 @@ class StateCheckpoints(str, enum.Enum):
     ENDS = "ends"  # chunk ends, the prompt's last reusable boundary and branching points only
 
 
+class HitLoading(str, enum.Enum):
+    """Whether what L2 or L3 has of a prompt is loaded."""
+
+    MEASURED = "measured"  # unless computing it is faster, as measured
+    ALWAYS = "always"
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything HiCache decides by. Times in seconds, sizes in tokens unless named otherwise."""
 
@@ -43,6 +50,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     clean_reserve_share: float = 0.125
     store_attempts: int = 3
     ceiling_pages: int = 1 << 20  # remembered to tell the hit ceiling; 0: it is not told
+    load_or_recompute: HitLoading = HitLoading.MEASURED
+    recompute_margin: float = 0.25  # by how much the other way must be faster for a change
+    recompute_retry_seconds: float = 30.0  # between trials of a tier that is not loaded from
 
     def __post_init__(self) -> None:
         for name in (
@@ -54,20 +64,29 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_named(name)} {getattr(self, name)} must be at least 1")
-        if self.ceiling_pages < 0:
-            raise ConfigError(f"ceiling_pages {self.ceiling_pages} must be 0 or more")
+        for name in ("ceiling_pages", "recompute_margin"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} {getattr(self, name):g} must be 0 or more")
         if self.swa_checkpoint_interval < 0:
             raise ConfigError(f"--swa-checkpoint-interval {self.swa_checkpoint_interval} must be 0 or more")
-        for name in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token", "prefetch_timeout_max"):
+        self._check_times()
+        for name in ("prefetch_host_share", "store_host_share", "clean_reserve_share"):
+            if not 0 < getattr(self, name) <= 0.5:
+                raise ConfigError(f"{name} {getattr(self, name):g} must be above 0 and at most 0.5")
+
+    def _check_times(self) -> None:
+        for name in (
+            "prefetch_timeout_base",
+            "prefetch_timeout_per_ki_token",
+            "prefetch_timeout_max",
+            "recompute_retry_seconds",
+        ):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} {getattr(self, name):g} must be a number of seconds, 0 or more")
         if not self.session_timeout > 0:
             raise ConfigError(
                 f"{_named('session_timeout')} {self.session_timeout:g} must be a number of seconds above 0"
             )
-        for name in ("prefetch_host_share", "store_host_share", "clean_reserve_share"):
-            if not 0 < getattr(self, name) <= 0.5:
-                raise ConfigError(f"{name} {getattr(self, name):g} must be above 0 and at most 0.5")
 
     def check_page_size(self, page_size: int) -> None:
         """Refuse a page size that the chunk and the track interval are not multiples of."""

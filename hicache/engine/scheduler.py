@@ -82,6 +82,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._rids: set[str] = set()
+        self._prefilled: tuple[float, int] | None = None  # when the last step began, and what it computed
         self._crowded = False  # after a retraction: nobody is admitted before somebody has computed
 
     # -- queue ---------------------------------------------------------------------------------
@@ -154,6 +155,7 @@ class Scheduler:
         if self._settle is Settle.EVERY_STEP:
             self.cache.settle()
         progress = self.cache.tick()
+        self._measure()
         self._crowded &= bool(self._running)  # who was waited for may have been aborted
         if not self._crowded:
             progress |= self._admit()
@@ -166,6 +168,14 @@ class Scheduler:
                 self._retract_youngest()
             return True
         return progress or computed
+
+    def _measure(self) -> None:
+        """Tell the cache how long the last step took, if it computed prompts and waited for no load."""
+        now = self.cache.clock.now()
+        if self._prefilled is not None:
+            began, tokens = self._prefilled
+            self.cache.weighing.computed(tokens, now - began)
+        self._prefilled = (now, 0) if self._settle is Settle.ASYNC else None
 
     def wait(self, timeout_s: float) -> bool:
         """Block until a transfer ends or a prefetch deadline passes, at most `timeout_s`."""
@@ -221,6 +231,7 @@ class Scheduler:
                 continue
             budget -= end - start
             computed = True
+            self._count_prefill(request, end - start)
             try:
                 token = self._runner.prefill(request, start, end)
             except LoadFailed:
@@ -230,6 +241,12 @@ class Scheduler:
             if token is not None:
                 self._sampled(request, token)
         return computed
+
+    def _count_prefill(self, request: Request, tokens: int) -> None:
+        """Add to what this step computes; a step that may wait for a load measures nothing."""
+        if self._prefilled is not None:
+            began, before = self._prefilled
+            self._prefilled = None if request.load is not None else (began, before + tokens)
 
     def _decode(self) -> bool:
         computed = False

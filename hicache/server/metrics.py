@@ -212,6 +212,19 @@ def _transfers(scheduler: Scheduler) -> Iterable[Sample]:
     )
     yield _count("hicache_lost_tokens", "FULL tokens evicted without a copy below", stats.lost_pages * page)
     yield _count("hicache_store_failed_objects", "Objects storage did not take", stats.store_failed_pages)
+    measured = scheduler.cache.weighing.measured
+    for lower in (Tier.HOST, Tier.STORAGE):
+        yield _gauge(
+            "hicache_measured_load_bytes_per_second",
+            "What loads are weighed by; 0 before any was measured",
+            measured.bytes_per_s(lower) or 0.0,
+            cache_source=lower.name.lower(),
+        )
+    yield _gauge(
+        "hicache_measured_prefill_tokens_per_second",
+        "What computing is weighed by; 0 before any was measured",
+        measured.prefill_tokens_per_s or 0.0,
+    )
     for reason, count in sorted(stats.prefetch.items()):
         yield _count("hicache_prefetches", "Prefetches by how they ended", count, reason=reason)
 

@@ -74,7 +74,17 @@ class LedgerTicket(LoadTicket):
 class LedgerExecutor(Executor):
     """Moves identities; `content` is what each slot holds. Jobs end in random order when polled."""
 
-    def __init__(self, clock: ManualClock, rng: random.Random, *, storage: bool, faults: Faults) -> None:
+    def __init__(
+        self,
+        clock: ManualClock,
+        rng: random.Random,
+        *,
+        storage: bool,
+        faults: Faults,
+        longest_s: float = 0.0,
+    ) -> None:
+        """A transfer says that it took some time up to `longest_s`."""
+        self._longest_s = longest_s
         self._clock, self._rng, self._faults = clock, rng, faults
         self.content: dict[tuple[Tier, Component, int], Identity] = {}
         self.storage: dict[ObjectRef, Identity] | None = {} if storage else None
@@ -205,14 +215,19 @@ class LedgerExecutor(Executor):
                 flags = bytes(i < upto for i in range(len(entry.moves)))
             elif failed and chance and kind is JobKind.LOAD and self._rng.random() < 0.7:
                 flags = bytes(self._rng.random() < 0.8 for _ in entry.moves)
-            self._ended.append(Done(job, kind, flags, failed))
+            self._ended.append(Done(job, kind, flags, failed, self._took()))
             return
         if kind is JobKind.PROBE and failed:
             flags = b""
         else:
             limit = len(entry.refs) if upto is None else upto
             flags = self._finish_storage(entry, kind, 0 if failed and upto is None else limit)
-        self._ended.append(Done(job, kind, flags, failed, why=self._why(entry, flags, failed=failed)))
+        self._ended.append(
+            Done(job, kind, flags, failed, self._took(), self._why(entry, flags, failed=failed))
+        )
+
+    def _took(self) -> float:
+        return self._rng.random() * self._longest_s if self._longest_s else 0.0
 
     @staticmethod
     def _why(entry: _Job, flags: bytes, *, failed: bool) -> Why | None:

@@ -15,7 +15,7 @@ from hicache.build import TierSizes, build_cache
 from hicache.cache import HiCache, SessionRefused
 from hicache.cache.accounts import check_request, check_stats
 from hicache.clock import ManualClock
-from hicache.config.cache import CacheConfig, StateCheckpoints
+from hicache.config.cache import CacheConfig, HitLoading, StateCheckpoints
 from hicache.engine.scheduler import FinalToken, Runner, Scheduler
 from hicache.errors import InvariantViolation
 from hicache.keys import page_hashes
@@ -129,10 +129,14 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
         enable_session_radix_cache=rng.random() < 0.9,
         session_timeout=rng.choice([0.05, 1.0, float("inf")]),
         max_sessions=rng.choice([1, 3, 8]),
+        load_or_recompute=rng.choice(list(HitLoading)),
+        recompute_margin=rng.choice([0.0, 0.25]),
+        recompute_retry_seconds=rng.choice([0.0, 0.1, 30.0]),
     )
     clock, faults = ManualClock(), rng.choice(FAULTS)
     own = rng if collective is None else random.Random(f"{seed}/{collective.rank}")
-    executor = LedgerExecutor(clock, own, storage=tiers == "l1+l2+l3", faults=faults)
+    longest_s = rng.choice([0.0, 0.05, 1.0])  # against 0.001 a token computed
+    executor = LedgerExecutor(clock, own, storage=tiers == "l1+l2+l3", faults=faults, longest_s=longest_s)
     runner: Runner = LedgerRunner(spec, executor, clock, vocabulary=3)
     if collective is None:
         cache = build_cache(spec, sizes, config, executor, clock)

@@ -99,6 +99,10 @@ class AgreedExecutor(Executor):
         return self._state.has_storage
 
     @property
+    def storage_bypassed(self) -> bool:
+        return self._state.bypassed
+
+    @property
     def storage_epoch(self) -> int:
         return self._state.epoch
 
@@ -143,7 +147,9 @@ class AgreedExecutor(Executor):
             self._decisions.update(b"%d" % move.component)
             self._decisions.update(bytes(memoryview(move.sources).cast("B")))
             self._decisions.update(bytes(memoryview(move.targets).cast("B")))
-        self._open[job] = AgreedJob(job, kind, 0)
+        # A load that fails says of each page whether it can be copied; one that does not says nothing.
+        pages = sum(len(move.sources) for move in moves) if kind is JobKind.LOAD else 0
+        self._open[job] = AgreedJob(job, kind, pages)
 
     def _begin_refs(self, job: JobId, kind: JobKind, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
         self._decisions.update(b"%d %s" % (job, kind.value.encode()))
@@ -173,7 +179,8 @@ class AgreedExecutor(Executor):
             ticket = self._tickets.pop(entry.job, None)
             if ticket is not None:
                 ticket.failed = entry.failed
-            ended.append(Done(entry.job, entry.kind, bytes(entry.flags), entry.failed, entry.seconds))
+            flags = b"" if entry.kind is JobKind.LOAD and not entry.failed else bytes(entry.flags)
+            ended.append(Done(entry.job, entry.kind, flags, entry.failed, entry.seconds, entry.why))
         return ended
 
     def _exchange(self) -> Agreed:
@@ -184,6 +191,7 @@ class AgreedExecutor(Executor):
             self.decisions,
             self.local.has_storage,
             self.local.storage_epoch,
+            self.local.storage_bypassed,
         )
         arrived = [self._flags(place.entry) for place in places]
         messages = self.collective.gather(encode(local, places, arrived, self._words.next()))
@@ -195,7 +203,8 @@ class AgreedExecutor(Executor):
 
     def _flags(self, entry: AgreedJob) -> bytes:
         if entry.done is not None:
-            return entry.done.flags
+            good = entry.kind is JobKind.LOAD and not entry.done.failed
+            return b"\1" * entry.count if good else entry.done.flags
         return self.local.arrived(entry.job) if entry.kind is JobKind.FETCH else b""
 
     def wait(self, timeout_s: float) -> bool:

@@ -16,17 +16,19 @@ import numpy as np
 
 from hicache.clock import Clock
 from hicache.errors import RanksDiverged
-from hicache.transfer.base import Done, JobId, JobKind
+from hicache.transfer.base import Done, JobId, JobKind, Why
 
 MESSAGE_BYTES = 32 << 10
 _WORDS_BYTES = 12 << 10  # of a message: what rank 0 says to all
 
 _VERSION = 1
-# version, words in this message, storage is there, tick, time, decisions, epoch of storage
+# version, words in this message, storage (_THERE, _BYPASSED), tick, time, decisions, epoch of storage
 _HEAD = struct.Struct("<HHBxxxQdQQ")
-_JOB = struct.Struct("<Bd")  # ended | failed << 1, seconds
+_JOB = struct.Struct("<BBd")  # ended | failed << 1, why as of _WHYS, seconds
 _FRAME = struct.Struct("<I")
 _ENDED, _FAILED = 1, 2
+_THERE, _BYPASSED = 1, 2
+_WHYS = (None, *Why)
 
 
 class Collective(ABC):
@@ -77,6 +79,7 @@ class AgreedJob:
     done: Done | None = None  # of this rank
     failed: bool = False  # on any rank, once it has ended on all
     seconds: float = 0.0  # of the slowest rank
+    why: Why | None = None  # of the first rank that has a reason
     agreed: int = 0  # leading flags that are final
     flags: bytearray = field(default_factory=bytearray)
 
@@ -103,6 +106,7 @@ class Local:
     decisions: int
     has_storage: bool
     epoch: int
+    bypassed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class Agreed:
 
     now: float
     has_storage: bool  # on every rank
+    bypassed: bool  # attached on every rank, and left alone by some
     epoch: int  # grows when any rank's does
     ended: list[AgreedJob]
 
@@ -135,21 +140,14 @@ def layout(jobs: Sequence[AgreedJob]) -> list[_Place]:
 def encode(local: Local, places: Sequence[_Place], arrived: Sequence[bytes], words: bytes) -> bytes:
     """Write one rank's message. `arrived` has the flags of each placed job on this rank, so far or final."""
     message = bytearray(MESSAGE_BYTES)
-    _HEAD.pack_into(
-        message,
-        0,
-        _VERSION,
-        len(words),
-        local.has_storage,
-        local.tick,
-        local.now,
-        local.decisions,
-        local.epoch,
-    )
+    storage = (_THERE if local.has_storage else 0) | (_BYPASSED if local.bypassed else 0)
+    head = (storage, local.tick, local.now, local.decisions, local.epoch)
+    _HEAD.pack_into(message, 0, _VERSION, len(words), *head)
     for place, flags in zip(places, arrived, strict=True):
         done = place.entry.done
         status = 0 if done is None else _ENDED | (_FAILED if done.failed else 0)
-        _JOB.pack_into(message, place.at, status, 0.0 if done is None else done.seconds)
+        why, seconds = (0, 0.0) if done is None else (_WHYS.index(done.why), done.seconds)
+        _JOB.pack_into(message, place.at, status, why, seconds)
         piece = np.frombuffer(flags.ljust(place.entry.count, b"\0"), np.uint8)
         bits = np.packbits(piece[place.first : place.first + place.count]).tobytes()
         start = place.at + _JOB.size
@@ -170,6 +168,7 @@ def combine(tick: int, places: Sequence[_Place], messages: Sequence[bytes]) -> A
         values = [head[column] for head in heads]
         if len(set(values)) > 1:
             raise RanksDiverged(f"the ranks of this replica differ in their {name} at tick {tick}: {values}")
+    there = all(head[2] & _THERE for head in heads)
     ended = []
     for place in places:
         statuses = [_JOB.unpack_from(message, place.at) for message in messages]
@@ -181,16 +180,18 @@ def combine(tick: int, places: Sequence[_Place], messages: Sequence[bytes]) -> A
         entry.flags[place.first : place.first + place.count] = np.unpackbits(
             both, count=place.count
         ).tobytes()
-        if not all(status & _ENDED for status, _ in statuses):
+        if not all(status & _ENDED for status, _, _ in statuses):
             continue
-        entry.failed = any(status & _FAILED for status, _ in statuses)
-        entry.seconds = max(seconds for _, seconds in statuses)
+        entry.failed = any(status & _FAILED for status, _, _ in statuses)
+        entry.why = _WHYS[next((why for _, why, _ in statuses if why), 0)]
+        entry.seconds = max(seconds for _, _, seconds in statuses)
         entry.agreed += place.count
         if entry.agreed == entry.count:
             ended.append(entry)
     return Agreed(
         now=heads[0][4],
-        has_storage=all(head[2] for head in heads),
+        has_storage=there,
+        bypassed=not there and all(head[2] for head in heads),
         epoch=sum(head[6] for head in heads),
         ended=ended,
     )

@@ -125,9 +125,9 @@ class Attachment:
             claimed, job.claimed = job.claimed, True
             return not claimed
 
-    def _finish(self, job: StorageJob, *, failed: bool) -> None:
+    def _finish(self, job: StorageJob, *, failed: bool, seconds: float = 0.0) -> None:
         job.claimed = True
-        self._end(Done(job.job, job.kind, bytes(job.flags), failed=failed, why=job.why))
+        self._end(Done(job.job, job.kind, bytes(job.flags), failed, seconds, job.why))
 
     def _perform(self, job: StorageJob) -> None:
         if not self._claim(job):
@@ -142,8 +142,9 @@ class Attachment:
         except Exception:
             logger.exception("%s %d failed", kind, job.job)
             self._counters.add(f"{kind}_failed")
-        self._counters.add_all({f"{kind}_ops": 1, f"{kind}_seconds": self._clock.now() - started})
-        self._finish(job, failed=failed)
+        seconds = self._clock.now() - started
+        self._counters.add_all({f"{kind}_ops": 1, f"{kind}_seconds": seconds})
+        self._finish(job, failed=failed, seconds=seconds)
 
     def _run(self, job: StorageJob) -> bool:
         if job.kind is JobKind.PROBE:

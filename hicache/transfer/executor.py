@@ -283,8 +283,10 @@ class TransferExecutor(Executor):
     ) -> None:
         """Run a copy job to its end, whatever happens; reports it as Done. `fail` returns its flags."""
         done = Done(job, kind, failed=True)
+        started = self._clock.now()
         try:
-            done = Done(job, kind, work())
+            flags = work()
+            done = Done(job, kind, flags, seconds=self._clock.now() - started)
         except InvariantViolation as error:
             self._crashed(error)
             if fail is not None:

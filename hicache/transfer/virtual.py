@@ -211,7 +211,7 @@ class VirtualExecutor(Executor):
 
     def _begin(self, kind: JobKind, job: JobId, size: int, flags: bytes = b"") -> _Pending:
         start, finish = self._channels[kind].book(self._clock.now(), size)
-        pending = _Pending(finish, job, Done(job, kind, flags), start)
+        pending = _Pending(finish, job, Done(job, kind, flags, seconds=finish - start), start)
         self.moved_bytes[kind] += size
         heapq.heappush(self._queue, pending)
         return pending

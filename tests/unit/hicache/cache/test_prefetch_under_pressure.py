@@ -11,7 +11,7 @@ from hicache.bench.virtual import VirtualRunner
 from hicache.build import TierSizes, build_virtual
 from hicache.cache import HiCache
 from hicache.clock import ManualClock
-from hicache.config.cache import CacheConfig
+from hicache.config.cache import CacheConfig, HitLoading
 from hicache.engine.scheduler import Scheduler
 from hicache.request import Request
 from hicache.spec import ComponentSpec, ModelSpec, PoolSpec
@@ -37,6 +37,7 @@ class Replica:
                 prefetch_threshold=PAGE,
                 chunked_prefill_size=PROMPT,
                 mamba_track_interval=PAGE,
+                load_or_recompute=HitLoading.ALWAYS,  # so slow a store would be left alone
             ),
             self.clock,
             costs=VirtualCosts(fetch_bandwidth=spec[Component.FULL].page_bytes),
