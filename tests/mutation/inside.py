@@ -27,7 +27,9 @@ import pytest
 from hicache.testing.mutation import Mutant, functions_in, mutate
 
 MEMORY_BYTES = 12 << 30  # of addresses; a mutant that loops may also allocate
-BASELINE_S = 900.0
+BASELINE_S = 3600.0
+HANG_S = 3600.0  # of a mutant that waits for ever, which TEST_CPU_S cannot see
+TEST_CPU_S = 15.0  # of one test; computing time, so that a busy machine does not look like a mutant
 TELL = "__hicache_mutants_reached__"
 
 
@@ -99,15 +101,13 @@ class MutantLoop:
         if session.testsfailed:
             self.broken = "its tests cannot be collected"
             return True
-        started = time.monotonic()
         status, answer = in_fork(lambda: self._baseline(session), BASELINE_S)
         if status != "ended" or answer["failed"]:
             self.broken = f"its tests do not pass on the code as it is: {status} {answer}"
             return True
         self._reached = answer["reached"]
-        limit_s = max(60.0, 5 * (time.monotonic() - started))
         for mutant, file, source in self._mutants:
-            self._tell(self._try(session, mutant, file, source, limit_s))
+            self._tell(self._try(session, mutant, file, source))
         return True
 
     def _baseline(self, session: pytest.Session) -> dict[str, object]:
@@ -133,7 +133,7 @@ class MutantLoop:
                 break
         return {"failed": first.name, "reached": reached}
 
-    def _try(self, session: pytest.Session, mutant: Mutant, file: str, source: str, limit_s: float) -> Result:
+    def _try(self, session: pytest.Session, mutant: Mutant, file: str, source: str) -> Result:
         started = time.monotonic()
         reached = set(self._reached[f"{mutant.module}:{mutant.function}"])
         items = [item for item in session.items if item.nodeid in reached]
@@ -144,7 +144,7 @@ class MutantLoop:
             install(mutate(source, mutant), mutant, file)
             return _first_to_fail(session, items)
 
-        status, name = in_fork(test, limit_s) if items else ("ended", "")
+        status, name = in_fork(test, HANG_S) if items else ("ended", "")
         if status == "ended":
             code = function_of(mutant.module, mutant.function).__code__
             early = (code.co_filename, code.co_firstlineno) in self._called_early
@@ -163,11 +163,17 @@ def first_failure(options: Sequence[str], tests: Sequence[str]) -> str:
 def _first_to_fail(session: pytest.Session, items: Sequence[pytest.Item]) -> str:
     first = FirstFailure()
     session.config.pluginmanager.register(first)
+    signal.signal(signal.SIGPROF, _too_long)
     for item, following in _with_next(items):
+        signal.setitimer(signal.ITIMER_PROF, TEST_CPU_S)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if first.name:
             break
     return first.name
+
+
+def _too_long(number: int, frame: object) -> None:
+    raise TimeoutError(f"the test has computed for {TEST_CPU_S} s")
 
 
 def _with_next(items: Sequence[pytest.Item]) -> list[tuple[pytest.Item, pytest.Item | None]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _TREE = (
+    "tests/unit/hicache/tree/test_window.py",
     "tests/unit/hicache/tree",
     "tests/failures/test_windows.py",
     "tests/failures/test_in_flight.py",
@@ -18,7 +19,15 @@ _TREE = (
 _CACHE = (
     "tests/failures/test_short_reads.py",
     "tests/failures/test_write_policies.py",
-    "tests/failures",
+    "tests/failures/test_partial_hits.py",
+    "tests/failures/test_aborts.py",
+    "tests/failures/test_in_flight.py",
+    "tests/failures/test_failed_copies.py",
+    "tests/failures/test_waiting_for_storage.py",
+    "tests/failures/test_exhaustion.py",
+    "tests/failures/test_storage_changes.py",
+    "tests/failures/test_windows.py",
+    "tests/failures/test_simulation.py",
     "tests/unit/hicache/cache",
 )
 _DAEMON = (
@@ -179,7 +188,7 @@ REGIONS = (
             ),
             "hicache.cache.writing": ("WriteDown.*",),
         },
-        (*_CACHE[:3], "tests/stateful/test_tree_histories.py", *_CACHE[3:]),
+        (*_CACHE, "tests/stateful/test_tree_histories.py"),
     ),
     Region(
         "publication of reads",

@@ -36,11 +36,11 @@ SURVIVORS = Path(__file__).with_name("SURVIVORS.md")
 CARRIED = ("hicache", "tiers", "storage_backends", "tests", "proto", "deploy", "pyproject.toml")
 PRELOADED = ("numpy", "torch", "xxhash", "hypothesis", "msgspec", "prometheus_client")
 # Smaller random histories: a mutant that needs the large ones is one that `make test` might miss as well.
-ENVIRONMENT = {"HICACHE_HISTORY_OPS": "18000", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"HICACHE_HISTORY_OPS": "12000", "HICACHE_SIMULATIONS": "16", "OMP_NUM_THREADS": "1"}
 OPTIONS = (
     *(
         "-q",
-        "--timeout=20",
+        "--timeout=300",
         "-m",
         "not thorough",
         "--rootdir=.",
@@ -51,7 +51,7 @@ OPTIONS = (
     *("-p", "no:cacheprovider", "-p", "no:xdist"),
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # what is imported before the fork
 )
-AFRESH_S = 300.0
+AFRESH_S = 3600.0
 STATUSES = ("killed", "timed out", "survived")
 
 
