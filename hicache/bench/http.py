@@ -150,7 +150,7 @@ class _Driver:
         return results
 
     async def _ask(self, turn: Turn) -> tuple[Turn, array[int], TurnResult]:
-        body = {
+        body: dict[str, object] = {
             "input_ids": turn.prompt.tolist(),
             "sampling_params": {
                 "temperature": 0,
@@ -159,6 +159,8 @@ class _Driver:
             },
             "stream": True,
         }
+        if turn.session is not None:
+            body["session_id"] = turn.session
         reply = _Reply()
         started = time.monotonic()
         async with self._session.post(
@@ -173,6 +175,8 @@ class _Driver:
                 if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
                     self._take_chunk(reply, line[len(b"data:") :])
         ended = time.monotonic()
+        if turn.session is not None and turn.last:
+            await self._close_session(turn.session)
         if reply.first_at is None:
             raise ServerError(f"{self._url}/generate: the reply to {turn.rid} ended without a token")
         if not reply.cached_tokens:
@@ -189,6 +193,12 @@ class _Driver:
             missed=reply.missed,
         )
         return turn, self._said(turn, reply), result
+
+    async def _close_session(self, session_id: str) -> None:
+        url = f"{self._url}/close_session"
+        async with self._session.post(url, json={"session_id": session_id}) as reply:
+            if reply.status != 200:
+                raise ServerError(f"{url}: status {reply.status}: {(await reply.text())[:200]}")
 
     def _take_chunk(self, reply: _Reply, data: bytes) -> None:
         try:

@@ -30,6 +30,7 @@ class InProcessDriver:
         self._workload = workload
         self._on_result = on_result
         self._open: dict[str, Turn] = {}
+        self._over: list[str] = []  # sessions to close once their last request has ended
         self.results: list[TurnResult] = []
         self.sent: list[Turn] = []
 
@@ -40,6 +41,8 @@ class InProcessDriver:
         assert request.first_token_at is not None
         assert request.finished_at is not None
         self._traffic.finish(turn, request.output, now=request.finished_at)
+        if turn.last and turn.session is not None:
+            self._over.append(turn.session)
         result = TurnResult(
             client=turn.client,
             round=turn.round,
@@ -60,6 +63,8 @@ class InProcessDriver:
         started = clock.now()
         idle_waits = 0
         while not self._traffic.done:
+            while self._over:
+                scheduler.cache.sessions.close(self._over.pop())
             self._submit_due(scheduler, clock.now())
             if scheduler.step():
                 idle_waits = 0
@@ -83,5 +88,6 @@ class InProcessDriver:
                     tokens=turn.prompt,
                     prompt_length=len(turn.prompt),
                     max_new_tokens=self._workload.output_length,
+                    session_id=turn.session,
                 )
             )

@@ -27,7 +27,8 @@ def plot_runs(
 ) -> None:
     """Write a PNG of the runs; `published` readings and virtual time's predictions as hollow markers.
 
-    A prediction has the colour of the run of its tiers, and no bar. Raises ValueError without such a run.
+    Readings belong to the first run of their tiers. A prediction has the colour of the run of its tiers, and
+    no bar. Raises ValueError without such a run.
     """
     if unmeasured := {run.tiers for run in predicted} - {run.tiers for run in runs}:
         raise ValueError(f"a prediction of {', '.join(unmeasured)}, of which there is no run")
@@ -76,7 +77,8 @@ def _draw_curves(
             label=_label(run, runs),
             zorder=3,
         )
-        readings = published.hit_percent.get(run.tiers) if published else None
+        first = run.tiers not in {other.tiers for other in runs[:place]}
+        readings = published.hit_percent.get(run.tiers) if published and first else None
         if published and readings:
             axes.plot(
                 published.rounds,
@@ -121,7 +123,8 @@ def _draw_bars(
     places = range(len(runs))
     axes.bar(places, values, color=colors, width=0.62)
     for place, run, value in zip(places, runs, values, strict=True):
-        reading = published.effective_input_tokens_per_s.get(run.tiers) if published else None
+        first = run.tiers not in {other.tiers for other in runs[:place]}
+        reading = published.effective_input_tokens_per_s.get(run.tiers) if published and first else None
         axes.annotate(
             f"{value / 1000:,.1f} K",
             (place, max(value, reading or 0.0)),

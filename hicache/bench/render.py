@@ -17,10 +17,13 @@ def runs_table(title: str, runs: Sequence[RunReport]) -> RenderableType:
     table = Table(header_style="bold")
     table.add_column("round", justify="right")
     table.add_column("ceiling", justify="right", style="dim")
+    several = len({run.eviction_policy for run in runs}) > 1
+    above = "\n\n" if several else "\n"
     for run in runs:
-        table.add_column(f"{run.tiers}\nhit", justify="right")
-        table.add_column("\nl1/l2/l3", justify="right", style="dim")
-        table.add_column("\nTTFT", justify="right")
+        policy = f"{run.eviction_policy}\n" if several else ""
+        table.add_column(f"{run.tiers}\n{policy}hit", justify="right")
+        table.add_column(f"{above}l1/l2/l3", justify="right", style="dim")
+        table.add_column(f"{above}TTFT", justify="right")
     rows = [{r.round: r for r in run.rounds} for run in runs]
     for number in sorted({n for row in rows for n in row}):
         cells = [str(number), percent(next(row[number].ceiling for row in rows if number in row))]

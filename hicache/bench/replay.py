@@ -84,7 +84,7 @@ def replay(
     requests: Sequence[TraceRequest],
     sizes: ReplaySizes,
     *,
-    eviction_policy: str = "lru",
+    eviction_policy: str = "adaptive",
     on_request: Callable[[int], None] = lambda tokens: None,
 ) -> ReplayReport:
     """Replay requests in their order. Raises ConfigError if L1 cannot hold the longest prompt."""

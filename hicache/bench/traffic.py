@@ -25,6 +25,8 @@ class Turn:
     prompt: array[int]
     history: int
     sent_at: float  # when it was due: a driver that was busy then takes it later
+    session: str | None = None
+    last: bool = False  # of its conversation: its session is closed behind it
 
     @property
     def rid(self) -> str:
@@ -43,6 +45,7 @@ class Traffic:
         self._ready = deque((client, 0) for client in range(workload.num_clients))
         self._held: list[tuple[int, int]] = []  # waiting at the barrier
         self._conversations = [array("I") for _ in range(workload.num_clients)]
+        self._begun = [0] * workload.num_clients  # the round that the conversation began with
         self._under_way: set[int] = set()
         self._completed = 0
         self._not_before = -math.inf  # the Poisson gap since the last turn ends then
@@ -85,7 +88,17 @@ class Traffic:
         conversation = self._conversations[client]
         history = len(conversation)
         conversation.extend(self.workload.question(client, round_))
-        return Turn(client=client, round=round_, prompt=conversation[:], history=history, sent_at=sent_at)
+        if self.workload.begins(client, round_):
+            self._begun[client] = round_
+        return Turn(
+            client=client,
+            round=round_,
+            prompt=conversation[:],
+            history=history,
+            sent_at=sent_at,
+            session=f"c{client}-from-r{self._begun[client]}" if self.workload.sessions else None,
+            last=self.workload.ends(client, round_),
+        )
 
     def finish(self, turn: Turn, reply: TokenBuffer, *, now: float) -> None:
         """Take a reply; its first `output_length` tokens join the conversation."""

@@ -52,6 +52,7 @@ class Workload:
     churn_later: float | None = None  # the same from half-way on, where every conversation is replaced
     shared_prefix_length: int = 0  # tokens in front of every conversation, from one of so many prefixes
     num_shared_prefixes: int = 1  # drawn by Zipf's law
+    sessions: bool = False  # each conversation has a session_id, which is closed behind its last turn
 
     def __post_init__(self) -> None:
         positive = {
@@ -120,6 +121,10 @@ class Workload:
             return True
         share = self.churn_later if half and self.churn_later is not None else self.churn
         return share > 0 and self._draw(f"end/{client}/{round_}") < share
+
+    def ends(self, client: int, round_: int) -> bool:
+        """Tell whether a conversation ends with a round of a client."""
+        return round_ + 1 == self.num_rounds or self.begins(client, round_ + 1)
 
     def opening(self, client: int, round_: int) -> array[int]:
         """Return the shared prefix of the conversation that a client begins with a round."""

@@ -140,7 +140,7 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
         "With islands, tokens between windows that are kept; 0 keeps those at chunk ends.",
         type=int,
     ),
-    _option(_MEMORY, "radix_eviction_policy", "lru, lfu, slru, priority, fifo, mru, filo, tlru or adaptive."),
+    _option(_MEMORY, "radix_eviction_policy", "adaptive, lru, lfu, slru, priority, fifo, mru, filo or tlru."),
     _option(_MEMORY, "radix_eviction_policy_config", "The policy's own options, as JSON or @FILE."),
     _option(
         _MEMORY,

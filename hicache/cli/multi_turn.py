@@ -66,6 +66,12 @@ _WORKLOAD_FLAGS = (
         "--churn-later", type=float, help="The same from half-way on, where all of them are replaced at once."
     ),
     click.option("--shared-prefix-length", type=int, help="Tokens that begin every conversation."),
+    click.option(
+        "--sessions/--no-sessions",
+        "sessions",
+        default=None,
+        help="Name each conversation by a session_id, and close it behind its last turn.",
+    ),
     click.option("--num-shared-prefixes", type=int, help="Prefixes there are; drawn by Zipf's law."),
 )
 _SYSTEM_FLAGS = (
@@ -155,7 +161,7 @@ class _Plan:
 )
 @click.option(
     "--eviction-policy",
-    default="lru",
+    default="adaptive",
     show_default=True,
     help="One or more, comma-separated; in virtual time also belady, which knows the future.",
 )

@@ -36,7 +36,7 @@ class _Tokens(click.ParamType[float]):
     "--l3-tokens", type=_Tokens(), default="0", show_default=True, help="Size of L3, or inf; 0: none."
 )
 @click.option("--page-size", default=64, show_default=True, help="Tokens per page.")
-@click.option("--eviction-policy", default="lru", show_default=True, help="As --radix-eviction-policy.")
+@click.option("--eviction-policy", default="adaptive", show_default=True, help="As --radix-eviction-policy.")
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers here (- is stdout)."
 )

@@ -34,7 +34,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefetch_timeout_base: float = 1.0
     prefetch_timeout_per_ki_token: float = 0.25
     prefetch_timeout_max: float = 30.0
-    radix_eviction_policy: str = "lru"
+    radix_eviction_policy: str = "adaptive"
     radix_eviction_policy_config: Mapping[str, float] = {}
     enable_session_radix_cache: bool = True
     session_timeout: float = 1800.0  # idle; inf: until closed

@@ -80,7 +80,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mamba_track_interval: int = 256
     enable_swa_islands: bool = False
     swa_checkpoint_interval: int = 0
-    radix_eviction_policy: str = "lru"
+    radix_eviction_policy: str = "adaptive"
     radix_eviction_policy_config: Mapping[str, float] = {}
     enable_session_radix_cache: bool = True
     session_timeout: float = 1800.0

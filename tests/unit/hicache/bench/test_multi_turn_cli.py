@@ -33,7 +33,7 @@ def test_the_json_has_the_shape_that_scripts_read(tmp_path: Path) -> None:
     assert report["workload"] == "custom"
     assert [run["tiers"] for run in report["runs"]] == ["l1", "l1+l2", "l1+l2+l3"]
     for run in report["runs"]:
-        assert run["eviction_policy"] == "lru"
+        assert run["eviction_policy"] == "adaptive"
         assert run["effective_input_tokens_per_s"] > 0
         assert [row["round"] for row in run["rounds"]] == [0, 1, 2]
         for row in run["rounds"]:
