@@ -1,15 +1,20 @@
 """The adaptive eviction policy beside lru, mru, slru and offline Belady: rounds in virtual time, and traces.
 
-python bench/adaptive.py --traces FOLDER writes bench/results/adaptive.json. Belady is run on FULL pages
-alone, which no window or state can spoil, and on all components.
+python bench/adaptive.py --traces FOLDER writes bench/results/adaptive.json and its picture; --picture only
+draws what is there. Belady is run on FULL pages alone, which no window or state can spoil, and on all
+components.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
 
 from hicache.bench.replay import ReplaySizes, replay
 from hicache.bench.report import JSON
@@ -31,7 +36,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, help="folder with mooncake_conversation.jsonl and agentic/")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "adaptive.json")
+    parser.add_argument("--picture", action="store_true", help="run nothing, draw --out")
     options = parser.parse_args()
+    if options.picture:
+        draw(json.loads(options.out.read_text())["published"], options.out.with_suffix(".png"))
+        return
     report: dict[str, JSON] = {}
     report["published"] = {name: published(name) for name in WORKLOADS}
     report["churn"] = {name: churn(name) for name in churned()}
@@ -41,6 +50,31 @@ def main() -> None:
             "agentic": trace(options.traces / "agentic"),
         }
     options.out.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report["published"], options.out.with_suffix(".png"))
+
+
+def draw(found: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """Write a PNG of both published workloads: hit rate per round under lru, adaptive and belady."""
+    styles = {
+        "belady": ("#bbbbbb", 6.0, "Belady, which knows the future"),
+        "adaptive": ("#2a7f62", 2.0, "adaptive"),
+        "lru": ("#dd8452", 2.0, "lru"),
+    }
+    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(10.5, 4.0), dpi=160, layout="constrained")
+        for axes, (name, rates) in zip(figure.subplots(1, len(found)), found.items(), strict=True):
+            rounds = range(len(rates["lru"]))
+            ceiling = [100 * WORKLOADS[name].ceiling(r) for r in rounds]
+            axes.plot(rounds, ceiling, color="#555555", linestyle=":", linewidth=1.2, label="ceiling")
+            for policy, (color, width, label) in styles.items():
+                axes.plot(rounds, [100 * x for x in rates[policy]], color=color, linewidth=width, label=label)
+            axes.set_title(f"{name}, L1 + L2", loc="left", fontweight="bold", fontsize=10)
+            axes.set_xlabel("round")
+            axes.set_ylabel("hit rate, % of prompt tokens")
+            axes.set_ylim(-3, 103)
+            axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+            axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.0, 0.3), fontsize=9)
+        figure.savefig(path, format="png")
 
 
 def rates(workload: Workload, policy: str, components: tuple[Component, ...] | None, tokens: int = 0) -> JSON:

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from hicache.bench.references import Row, run_references
 from hicache.errors import ConfigError
 from hicache.tree import TreeRules, UnifiedTree, make_policy
 from hicache.types import NO_SLOT, Component, Slots, Tier
@@ -374,6 +375,19 @@ def _growth_table(growth: list[Result]) -> Table:
     return table
 
 
+def _references_table(rows: list[Row]) -> Table:
+    table = Table(title="evict 4 pages in microseconds, by the share of conversations that sessions refer to")
+    for name in ("policy", "referred", "evict p50", "evict p99", "p50 / none referred", "close a session"):
+        table.add_column(name, justify="right")
+    none = {row["policy"]: float(row["evict_us"]) for row in rows if row["referred_percent"] == 0}
+    for row in rows:
+        times = [float(row[k]) for k in ("evict_us", "evict_p99_us")]
+        ratio = times[0] / none[row["policy"]]
+        cells = (*(f"{t:.1f}" for t in times), f"{ratio:.2f}", f"{float(row['close_us']):.1f}")
+        table.add_row(str(row["policy"]), f"{row['referred_percent']} %", *cells)
+    return table
+
+
 def _numbers(_context: click.Context, option: click.Parameter, value: str) -> list[int]:
     try:
         found = [int(part) for part in value.split(",")]
@@ -434,7 +448,14 @@ def tree_command(
     console.print(_table("microseconds, median", ours, columns + extra, 1))
     growth = [line for page in pages for line in _growth(page)]
     console.print(_growth_table(growth))
-    report: dict[str, object] = {"environment": environment(), "results": ours, "growth": growth}
+    referred = run_references()
+    console.print(_references_table(referred))
+    report: dict[str, object] = {
+        "environment": environment(),
+        "results": ours,
+        "growth": growth,
+        "references": referred,
+    }
     if sglang_python:
         work = [
             (case, core)
