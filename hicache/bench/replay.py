@@ -7,8 +7,8 @@ once an earlier prompt has had it. Transfers take no time here, so the figures a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hicache.bench.report import JSON, ByTier
 from hicache.bench.traces import TokenExpander, TraceRequest
@@ -49,12 +49,16 @@ class ReplaySizes:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What a trace found in the cache. Tokens are prompt tokens; rates are fractions of all of them."""
+    """What a trace found in the cache. Tokens are prompt tokens; rates are fractions of all of them.
+
+    `missed` is the cache's own account of what lies between hit rate and ceiling, by reason.
+    """
 
     requests: int
     input_tokens: int
     ceiling_tokens: int
     cached: ByTier
+    missed: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -77,6 +81,7 @@ class ReplayReport:
                 "l2": self.cached.host / self.input_tokens,
                 "l3": self.cached.storage / self.input_tokens,
             },
+            **({"missed_tokens": dict(self.missed)} if self.missed else {}),
         }
 
 
@@ -121,6 +126,7 @@ def replay(
         input_tokens=sum(request.input_length for request in requests),
         ceiling_tokens=ceiling_tokens,
         cached=ByTier(device=device, host=host, storage=storage),
+        missed=+scheduler.cache.stats.missed_tokens,
     )
 
 

@@ -411,6 +411,11 @@ class HiCache:
         self.pools.free_all(self.tree.drop_all())
         return all(self.tree.resident(tier, c) == 0 for tier, c in self.pools.kinds)
 
+    @property
+    def event_batches(self) -> tuple[int, int] | None:
+        """Batches of KV events handed out, and lost by a sink without room; None where nobody is told."""
+        return None if self._events is None else (self._events.handed_out, self._events.lost_batches)
+
     def publish_events(self, sink: Sink | None) -> None:
         """Hand KV events to `sink` at each tick, everything held now first; None ends it."""
         if self._events is not None:

@@ -86,6 +86,10 @@ class EventLog(Observer):
     _sequence: int = 0
     _behind: bool = False  # the sink has lost a batch, and has not been told everything since
 
+    @property
+    def handed_out(self) -> int:
+        return self._sequence - self.lost_batches
+
     def start(self) -> None:
         """Begin with everything that the tree holds."""
         self.tree.observe(self)

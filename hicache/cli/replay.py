@@ -84,4 +84,5 @@ def _table(path: Path, report: ReplayReport) -> RenderableType:
     table.add_section()
     table.add_row("hit rate", f"{sum(tiers.values()):,}", f"{100 * report.hit_rate:.2f} %", style="bold")
     table.add_row("ceiling", f"{report.ceiling_tokens:,}", f"{100 * report.ceiling:.2f} %")
-    return render.under(title, table)
+    missed = render.by_reason(report.missed)
+    return render.under(title, table, *([f"missed {missed}"] if missed else []))

@@ -117,6 +117,10 @@ def _requests(scheduler: Scheduler) -> Iterable[Sample]:
     rate = cached / stats.prompt_tokens if stats.prompt_tokens else 0.0
     yield _gauge("sglang:cache_hit_rate", "Cached / prompt tokens since the start", rate)
     yield from _accounts(stats)
+    batches = scheduler.cache.event_batches
+    if batches is not None:
+        yield _count("hicache_kv_event_batches", "Batches of KV events given to the publisher", batches[0])
+        yield _count("hicache_kv_event_batches_lost", "Batches it had no room for", batches[1])
     yield _gauge("hicache_open_sessions", "Sessions that pages are kept for", len(scheduler.cache.sessions))
     for event, number in sorted(stats.sessions.items()):
         yield _count("hicache_sessions", "Sessions opened, closed, expired, displaced", number, event=event)

@@ -78,6 +78,19 @@ def test_a_larger_cache_never_finds_less() -> None:
     assert rates[0] < rates[-1]
 
 
+@pytest.mark.parametrize("trace", ["agentic", "conversation.jsonl"])
+def test_what_is_missed_is_what_lies_below_the_ceiling(trace: str) -> None:
+    """Two counts of an infinite cache, over block ids and over hashes of tokens, agree to the token."""
+    requests = twice(read_trace(TRACES / trace))
+    longest = max(r.input_length for r in requests) + 64
+    report = replay(requests, ReplaySizes(longest, 2 * longest, 0))
+    assert report.missed == {"evicted": report.ceiling_tokens - total(report)}
+    assert report.missed["evicted"] > 0
+    stored = replay(requests, ReplaySizes(longest, 2 * longest, longest // 8))
+    assert sum(stored.missed.values()) == stored.ceiling_tokens - total(stored)
+    assert "not_stored" in stored.missed
+
+
 def test_a_limited_storage_forgets() -> None:
     """Finite L3 is between none and all of it."""
     requests = twice(read_trace(TRACES / "agentic"))

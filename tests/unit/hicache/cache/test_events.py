@@ -116,6 +116,7 @@ def test_a_router_that_lost_some_is_told_everything_again(router: Router) -> Non
     settle(cache)
     after = [b for b in router.batches if b.sequence > before]
     assert after[0].sequence == before + 2
+    assert cache.cache.event_batches == (len(router.batches), 1)
     assert after[0].events[0] == Cleared()
     fresh = Router()
     cache.cache.publish_events(fresh)
