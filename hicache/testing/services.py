@@ -19,9 +19,11 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from hicache.errors import BackendError
 
 HOST = "127.0.0.1"
 INSTALL = "run deploy/install-test-services.sh as root"
@@ -34,6 +36,7 @@ START_TRIES = 3  # the port is chosen before the process binds it, so somebody e
 
 
 ServiceT = TypeVar("ServiceT", bound="Service")
+T = TypeVar("T")
 
 
 class ServiceMissing(RuntimeError):
@@ -50,6 +53,18 @@ def free_port() -> int:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def patiently(call: Callable[[], T], *, within_s: float = 60.0) -> T:
+    """Return what a call to a healthy store returns: on a busy machine it may exceed its bound at first."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return call()
+        except BackendError:
+            if time.monotonic() > deadline:
+                raise
+            threading.Event().wait(0.02)
 
 
 def redis_missing() -> str | None:

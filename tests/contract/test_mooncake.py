@@ -49,6 +49,7 @@ def options(master: MooncakeMaster, **more: object) -> Options:
         "global_segment_size": 0,
         "staging_bytes": 32 << 20,
         "check_server": True,
+        "timeout_s": 60.0,  # what a busy machine may need, where nothing is to fail
     }
     return Options(**(given | more))
 

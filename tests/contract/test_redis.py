@@ -16,6 +16,11 @@ from hicache.testing.services import RedisServer, free_port, redis_missing
 pytestmark = pytest.mark.skipif(redis_missing() is not None, reason=str(redis_missing()))
 
 
+def at(server: RedisServer, **more: object) -> Options:
+    """Options for a server where nothing is to fail: a busy machine may need more than the default bound."""
+    return Options(**{"url": server.url, "timeout_s": 60.0, **more})
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with RedisServer(tmp_path_factory.mktemp("redis")) as server:
@@ -51,7 +56,7 @@ class TestRedis(BackendSuite):
         cls.server = server
 
     def make_backend(self) -> StorageBackend:
-        return RedisBackend.from_options(Options(url=self.server.url))
+        return RedisBackend.from_options(at(self.server))
 
     def make_peer(self, backend: StorageBackend) -> StorageBackend:
         return self.make_backend()
@@ -62,7 +67,7 @@ class TestTimeToLive:
 
     def test_a_stored_object_expires_after_the_ttl(self, server, client, opened) -> None:
         """The server would fill up with prefixes of last week."""
-        backend = RedisBackend.from_options(Options(url=server.url, ttl_s=100, key_prefix="ttl1:"))
+        backend = RedisBackend.from_options(at(server, ttl_s=100, key_prefix="ttl1:"))
         opened.append(backend)
         write(backend, {"a": pattern(10)})
         assert 0 < client.pttl("ttl1:a") <= 100_000
@@ -70,7 +75,7 @@ class TestTimeToLive:
     @pytest.mark.parametrize("use", ["read", "touch"])
     def test_use_starts_the_ttl_again(self, server, client, opened, use: str) -> None:
         """A system prompt that every request reads would expire every ttl."""
-        backend = RedisBackend.from_options(Options(url=server.url, ttl_s=100, key_prefix=f"ttl-{use}:"))
+        backend = RedisBackend.from_options(at(server, ttl_s=100, key_prefix=f"ttl-{use}:"))
         opened.append(backend)
         write(backend, {"a": pattern(10)})
         client.pexpire(f"ttl-{use}:a", 5000)
@@ -83,7 +88,7 @@ class TestTimeToLive:
 
     def test_a_probe_does_not_keep_an_object_alive(self, server, client, opened) -> None:
         """Probing alone would make objects immortal and the server full."""
-        backend = RedisBackend.from_options(Options(url=server.url, ttl_s=100, key_prefix="ttl3:"))
+        backend = RedisBackend.from_options(at(server, ttl_s=100, key_prefix="ttl3:"))
         opened.append(backend)
         write(backend, {"a": pattern(10)})
         client.pexpire("ttl3:a", 5000)
@@ -92,7 +97,7 @@ class TestTimeToLive:
 
     def test_a_ttl_of_zero_keeps_objects(self, server, client, opened) -> None:
         """An operator who wants eviction by memory only would lose objects by age."""
-        backend = RedisBackend.from_options(Options(url=server.url, ttl_s=0, key_prefix="ttl4:"))
+        backend = RedisBackend.from_options(at(server, ttl_s=0, key_prefix="ttl4:"))
         opened.append(backend)
         write(backend, {"a": pattern(10)})
         assert client.pttl("ttl4:a") == -1
@@ -108,7 +113,7 @@ class TestKeySpace:
         """A cache flush would delete the session store of a web shop."""
         client.set("shop:basket", "3 apples")
         client.set("clearX", "not ours either")
-        backend = RedisBackend.from_options(Options(url=server.url, key_prefix="clear:"))
+        backend = RedisBackend.from_options(at(server, key_prefix="clear:"))
         opened.append(backend)
         write(backend, {f"k{i}": pattern(10) for i in range(2500)})
         assert backend.clear("") == 2500
@@ -117,7 +122,7 @@ class TestKeySpace:
 
     def test_a_prefix_with_wildcards_is_taken_literally(self, server, opened) -> None:
         """Clearing model `a*` would also clear model `ab`."""
-        backend = RedisBackend.from_options(Options(url=server.url, key_prefix="glob[1]:"))
+        backend = RedisBackend.from_options(at(server, key_prefix="glob[1]:"))
         opened.append(backend)
         odd = {f"a*?[b]\\^-{i}": pattern(10) for i in range(3)}
         write(backend, odd | {"ab1": pattern(10), "axx[b]": pattern(10)})
@@ -126,7 +131,7 @@ class TestKeySpace:
 
     def test_a_foreign_value_under_our_key_is_a_miss(self, server, client, opened) -> None:
         """Reading a list that another program put there would fail the whole batch."""
-        backend = RedisBackend.from_options(Options(url=server.url, key_prefix="foreign:"))
+        backend = RedisBackend.from_options(at(server, key_prefix="foreign:"))
         opened.append(backend)
         client.lpush("foreign:a", "x")
         write(backend, {"b": pattern(10)})
@@ -138,9 +143,7 @@ class TestFirstWriter:
 
     def test_the_first_commit_stays_and_the_second_is_told(self, server, opened) -> None:
         """A reader that has verified one copy would be given the other in mid-chain."""
-        first, second = (
-            RedisBackend.from_options(Options(url=server.url, key_prefix="race:")) for _ in range(2)
-        )
+        first, second = (RedisBackend.from_options(at(server, key_prefix="race:")) for _ in range(2))
         opened += [first, second]
         mine, theirs = reserve(first, "a", 10), reserve(second, "a", 10)
         mine.buffer[:] = pattern(10, 1)
@@ -158,7 +161,7 @@ class TestLimits:
         with RedisServer(
             tmp_path, arguments=["--maxmemory", "8mb", "--maxmemory-policy", "noeviction"]
         ) as server:
-            backend = RedisBackend.from_options(Options(url=server.url))
+            backend = RedisBackend.from_options(at(server))
             opened.append(backend)
             outcomes = write(backend, {f"k{i}": pattern(1 << 20, i) for i in range(12)})
             assert set(outcomes.values()) == {WriteOutcome.STORED, WriteOutcome.NO_SPACE}
@@ -170,9 +173,7 @@ class TestLimits:
 
     def test_open_writes_are_bounded_by_the_staging_memory(self, server, opened) -> None:
         """A burst of write-backs would eat the host's memory."""
-        backend = RedisBackend.from_options(
-            Options(url=server.url, staging_bytes=10_000, key_prefix="staging:")
-        )
+        backend = RedisBackend.from_options(at(server, staging_bytes=10_000, key_prefix="staging:"))
         opened.append(backend)
         held = reserve(backend, "a", 8000)
         assert backend.begin_write(["b", "a"], [3000, 3000]) == [WriteOutcome.NO_SPACE, WriteOutcome.EXISTS]
@@ -229,8 +230,8 @@ class TestOptions:
     def test_a_wrong_password_is_an_outage_not_a_crash(self, tmp_path, opened) -> None:
         """A rotated password would end the engine."""
         with RedisServer(tmp_path, arguments=["--requirepass", "right"]) as server:
-            wrong = RedisBackend.from_options(Options(url=server.url.replace("//", "//:wrong@")))
-            right = RedisBackend.from_options(Options(url=server.url.replace("//", "//:right@")))
+            wrong = RedisBackend.from_options(at(server, url=server.url.replace("//", "//:wrong@")))
+            right = RedisBackend.from_options(at(server, url=server.url.replace("//", "//:right@")))
             opened += [wrong, right]
             with pytest.raises(BackendUnavailable):
                 wrong.probe(["a"])
@@ -249,11 +250,11 @@ class TestOptions:
             RedisServer(tmp_path, arguments=["--cluster-enabled", "yes"]) as server,
             pytest.raises(ConfigError, match="Redis Cluster"),
         ):
-            RedisBackend.from_options(Options(url=server.url))
+            RedisBackend.from_options(at(server))
 
     def test_an_object_gone_between_probe_and_read_is_a_miss(self, server, client, opened) -> None:
         """An expiry at the wrong moment would fail the request."""
-        backend = RedisBackend.from_options(Options(url=server.url, key_prefix="gone:"))
+        backend = RedisBackend.from_options(at(server, key_prefix="gone:"))
         opened.append(backend)
         write(backend, {"a": pattern(10)})
         assert backend.probe(["a"]) == b"\x01"
