@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import click
 
+from hicache.cli.plan_pools import pools
 from hicache.config.sizes import ByteSize
 from hicache.engine.island_plan import IslandPlan, Split, TokenBytes
 from hicache.errors import ConfigError
@@ -17,7 +18,10 @@ _N = TypeVar("_N", int, float)
 
 @click.group("plan")
 def plan() -> None:
-    """Plan memory: the pool split of models with sliding windows."""
+    """Plan memory: pools of published models, and the pool split of those with sliding windows."""
+
+
+plan.add_command(pools)
 
 
 @plan.command("islands")

@@ -15,6 +15,7 @@ from hicache.config.cache import CacheConfig
 from hicache.engine.scheduler import AcceptLength, Scheduler
 from hicache.errors import InvariantViolation
 from hicache.request import Request
+from hicache.spec import ModelSpec
 from hicache.testing.ledger import LedgerRunner, ScriptedLedger, make_request
 from hicache.testing.simulation import tiny_spec
 from hicache.transfer.base import JobId, JobKind, ObjectRef
@@ -43,10 +44,13 @@ class ScriptedCache:
         storage: bool = True,
         max_running_requests: int = 4,
         islands: bool = False,
+        spec: ModelSpec | None = None,
         accept_length: AcceptLength | None = None,
         **settings: Any,
     ) -> None:
-        spec = tiny_spec(kinds, page_size, window, islands=islands)
+        """`spec` is of `kinds`, and decides page size and window."""
+        spec = spec or tiny_spec(kinds, page_size, window, islands=islands)
+        page_size = spec.page_size
         sizes = TierSizes({c: device[c] for c in kinds}, {c: host[c] for c in kinds if c in host})
         chosen: dict[str, Any] = {
             "prefetch_threshold": 1,
