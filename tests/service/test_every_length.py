@@ -31,7 +31,9 @@ def some_lengths(page: int, seed: int) -> list[int]:
     return sorted(edges | set(random.Random(seed).sample(range(1, longest(page)), 4)))
 
 
-def check(preset: str, page: int, lengths: Iterable[int], *, layers: int | None = None) -> None:
+def check(
+    preset: str, page: int, lengths: Iterable[int], *, layers: int | None = None, islands: bool = False
+) -> None:
     """Ask for a prompt of each length with nothing cached, then from L1, from L2 and from L3."""
     config = replace(preset_config(preset), window=40, context_length=512)
     config = replace(config, layers=config.layers[-layers:]) if layers else config
@@ -50,6 +52,7 @@ def check(preset: str, page: int, lengths: Iterable[int], *, layers: int | None 
             mamba_track_interval=CHUNK,
             store_host_share=0.5,
         ),
+        islands=islands,
     )
     store = MemoryBackend(capacity_bytes=64 << 20)
     engine = ReferenceEngine(
@@ -97,6 +100,12 @@ def check(preset: str, page: int, lengths: Iterable[int], *, layers: int | None 
 def test_a_hit_equals_the_cold_run_at_lengths_around_pages_and_chunks(preset: str) -> None:
     """A user would be answered differently because the prompt had been seen before."""
     check(preset, 16, some_lengths(16, 1), layers=6 if preset == "five-in-thirty" else None)
+
+
+@pytest.mark.parametrize("preset", ["five-in-thirty", "compressed-draft"])
+def test_islands_do_not_shorten_a_hit_or_change_an_answer(preset: str) -> None:
+    """What is given back of windows and of the sums beside them would be needed to resume."""
+    check(preset, 16, some_lengths(16, 2), layers=6 if preset == "five-in-thirty" else None, islands=True)
 
 
 @pytest.mark.thorough

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hicache.build import TierSizes
 from hicache.config.cache import CacheConfig
-from hicache.engine.architecture import PRESETS, ReferenceConfig, reference_spec
+from hicache.engine.architecture import ReferenceConfig, preset_config, reference_spec
 from hicache.engine.reference import EngineSettings, ReferenceEngine
 from hicache.engine.sizing import device_capacities
 from hicache.request import Request
@@ -29,7 +29,7 @@ PAGE = 16
 
 
 def model(preset: str) -> ReferenceConfig:
-    return replace(PRESETS[preset], kv_heads=4, window=32, context_length=512)
+    return replace(preset_config(preset), kv_heads=4, window=32, context_length=512)
 
 
 def settings(preset: str, **policies: Any) -> EngineSettings:
@@ -96,6 +96,7 @@ def cases() -> list[RankCase]:
             **common,
         ),
         RankCase(settings=settings("full-mamba", **through), losses={1: 1.0}, **common),
+        RankCase(settings=settings("compressed-draft", **through, **complete), losses={1: 0.1}, **common),
         RankCase(settings=settings("full", **through, **complete), unreachable=(1,), **common),
     ]
 
@@ -114,8 +115,8 @@ def check_alike(reports: list[list[RankReport] | None], presets: list[str]) -> l
 
 def test_two_ranks_that_lose_different_pages_decide_alike_and_answer_like_one(tmp_path: Path) -> None:
     """One rank would serve a prefix that another has lost, and the answer would be made of two prompts."""
-    presets = ["hybrid", "hybrid", "full-swa", "full-mamba"]
-    reports = check_alike(run_processes(2, cases()[:4], tmp_path), presets)
+    presets = ["hybrid", "hybrid", "full-swa", "full-mamba", "compressed-draft"]
+    reports = check_alike(run_processes(2, cases()[:5], tmp_path), presets)
     stored = [sum(storage for _, _, storage in report.cached.values()) for report in reports]
     assert 0 < stored[1] < stored[0]
     assert stored[3] == 0  # rank 1 never finds anything: nobody may use what the others find
@@ -123,7 +124,7 @@ def test_two_ranks_that_lose_different_pages_decide_alike_and_answer_like_one(tm
 
 def test_a_store_that_one_rank_cannot_reach_is_attached_on_none(tmp_path: Path) -> None:
     """Half of the ranks would write to a store that the others never read, and nobody would be told."""
-    reports = run_processes(2, cases()[4:], tmp_path)
+    reports = run_processes(2, cases()[5:], tmp_path)
     (first,), (second,) = (report or [] for report in reports)
     assert first.storage_error == "file could not be opened on another rank"
     assert second.storage_error == "rank 1 cannot reach the store"
