@@ -149,6 +149,23 @@ class HasEpoch(Protocol):
 
 
 @runtime_checkable
+class HoldsSessions(Protocol):
+    """Implemented by backends that can drop what open conversations will ask for after everything else.
+
+    Hints: nothing is promised, and a session that is not heard of for its time is over by itself.
+    """
+
+    def pin(self, session: str, keys: Sequence[str], ttl_s: float) -> None:
+        """Let a session keep objects, those under these keys now or later, for `ttl_s` from its last call.
+
+        `session` is a name like a key; equal names are one session.
+        """
+
+    def close_session(self, session: str) -> None:
+        """Let a session keep nothing. An unknown one is fine."""
+
+
+@runtime_checkable
 class RegistersMemory(Protocol):
     """Implemented by backends that move bytes fastest from memory they know (RDMA registration)."""
 

@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_LONGEST_PIN_S = 86400.0  # the daemon's limit
+
 _OUTCOMES = {
     pb.WRITE_OUTCOME_STORED: WriteOutcome.STORED,
     pb.WRITE_OUTCOME_EXISTS: WriteOutcome.EXISTS,
@@ -275,6 +277,31 @@ class GrpcBackend(StorageBackend):
 
         if self._some(keys):
             self._connection.run("touch", call)
+
+    def pin(self, session: str, keys: Sequence[str], ttl_s: float) -> None:
+        """See HoldsSessions; the daemon's store decides whether it can."""
+
+        def call(link: Link, hello: Session, deadline: float) -> None:
+            for part in _slices(len(keys), hello.max_keys):
+                request = pb.PinRequest(
+                    session=hello.id,
+                    conversation=session,
+                    keys=keys[part],
+                    ttl_seconds=min(ttl_s, _LONGEST_PIN_S),
+                )
+                link.pin(request, timeout=left(deadline))
+
+        if self._some(keys):
+            self._connection.run("pin", call)
+
+    def close_session(self, session: str) -> None:
+        """See HoldsSessions."""
+
+        def call(link: Link, hello: Session, deadline: float) -> None:
+            request = pb.CloseSessionRequest(session=hello.id, conversation=session)
+            link.close_session(request, timeout=left(deadline))
+
+        self._connection.run("close_session", call)
 
     def delete(self, keys: Sequence[str]) -> int:
         def call(link: Link, session: Session, deadline: float) -> int:

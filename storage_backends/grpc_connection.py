@@ -98,6 +98,8 @@ class Link:
         self.publish = self._unary("Publish", pb.CommitReply)
         self.abort = self._unary("Abort", pb.AbortReply)
         self.touch = self._unary("Touch", pb.TouchReply)
+        self.pin = self._unary("Pin", pb.PinReply)
+        self.close_session = self._unary("CloseSession", pb.CloseSessionReply)
         self.delete = self._unary("Delete", pb.DeleteReply)
         self.clear = self._unary("Clear", pb.ClearReply)
         self.stats = self._unary("Stats", pb.StatsReply)

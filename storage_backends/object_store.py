@@ -23,6 +23,7 @@ from hicache.storage_backends.base import (
 )
 from hicache.storage_backends.lru import Entry, LeasedLru
 from hicache.storage_backends.pending import D, PendingWrites
+from hicache.storage_backends.pins import Pins
 
 
 class Change(enum.Enum):
@@ -94,8 +95,9 @@ class ObjectStore(StorageBackend, Generic[D]):
         self._clock = clock or SystemClock()
         self._observer = observer
         self._lock = threading.Lock()
+        self._pins = Pins()
         self._objects: LeasedLru[StoredObject[D]] = LeasedLru(
-            lease_s=lease_s, max_leased_bytes=int(capacity_bytes * max_leased_fraction)
+            lease_s=lease_s, max_leased_bytes=int(capacity_bytes * max_leased_fraction), pins=self._pins
         )
         self._pending: PendingWrites[D] = PendingWrites(
             ttl_s=reservation_ttl_s, allocate=self._allocate, view=self._view
@@ -253,6 +255,20 @@ class ObjectStore(StorageBackend, Generic[D]):
             self._check_open()
             self._objects.touch(keys)
 
+    def pin(self, session: str, keys: Sequence[str], ttl_s: float) -> None:
+        """See HoldsSessions. What comes under such a key later is pinned too."""
+        now = self._clock.now()
+        with self._lock:
+            self._check_open()
+            self._objects.unpinned(self._pins.expire(now))
+            self._objects.unpinned(self._pins.pin(session, keys, now + ttl_s))
+
+    def close_session(self, session: str) -> None:
+        """See HoldsSessions."""
+        with self._lock:
+            self._check_open()
+            self._objects.unpinned(self._pins.close(session))
+
     def delete(self, keys: Sequence[str]) -> int:
         return self._drop(keys, Change.DELETED)
 
@@ -285,6 +301,7 @@ class ObjectStore(StorageBackend, Generic[D]):
             self._check_open()
             self._end_expired(turn)
             self._objects.end_leases(turn.now)
+            self._objects.unpinned(self._pins.expire(turn.now))
             stats = BackendStats(
                 objects=len(self._objects),
                 used_bytes=self._objects.used_bytes,
@@ -292,6 +309,8 @@ class ObjectStore(StorageBackend, Generic[D]):
                 details={
                     **self._counts,
                     "leased_bytes": self._objects.leased_bytes,
+                    "pinning_sessions": len(self._pins),
+                    "pinned_keys": self._pins.total,
                     "reservations": len(self._pending),
                     "reserved_bytes": self._pending.reserved_bytes,
                 },

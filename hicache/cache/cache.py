@@ -77,7 +77,7 @@ class HiCache:
             *(tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats),
             *(spec, self._age, self.weighing),
         )
-        self.sessions = Sessions(tree, config, clock, self.stats)
+        self.sessions = Sessions(tree, executor, config, clock, self.stats)
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight
         self._failing: set[Request] = set()  # to be admitted again once it is known what could be loaded

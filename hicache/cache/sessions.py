@@ -1,11 +1,13 @@
 """Sessions: conversations that clients name, what each refers to, and when it is over.
 
 A session comes to be with its first request, or by open(); it ends by close(), by its time-out, or
-when there are too many. Then its pages are as any others. It protects nothing.
+when there are too many. Then its pages are as any others. It protects nothing. Storage is told what open
+sessions will ask for, and when they are over.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from collections import OrderedDict
 
@@ -14,9 +16,12 @@ from hicache.clock import Clock
 from hicache.config.cache import CacheConfig
 from hicache.errors import HiCacheError
 from hicache.request import Request
+from hicache.transfer.base import Executor, ObjectRef
 from hicache.tree.base import Lease, SessionRefs, TreeCore
+from hicache.types import Component
 
 MAX_ID_BYTES = 1024  # UTF-8
+_LONGEST_PIN_S = 86400.0
 
 
 class SessionRefused(HiCacheError, ValueError):
@@ -26,7 +31,7 @@ class SessionRefused(HiCacheError, ValueError):
 class Session:
     """One conversation. `active` are its requests between enqueue and their end; it never times out then."""
 
-    __slots__ = ("active", "closed", "id", "last_used", "refs", "timeout_s")
+    __slots__ = ("active", "closed", "id", "last_used", "name", "pinned", "refs", "timeout_s")
 
     def __init__(self, session_id: str, timeout_s: float, now: float) -> None:
         self.id = session_id
@@ -35,6 +40,9 @@ class Session:
         self.active = 0
         self.closed = False
         self.refs = SessionRefs()
+        self.name = hashlib.sha256(session_id.encode()).hexdigest()[:32]  # to storage, which sees no ids
+        # What storage was told last: pages, the digest of the last one, and which epoch of storage it was.
+        self.pinned: tuple[int, bytes, int] = (0, b"", 0)
 
 
 class Sessions:
@@ -44,8 +52,10 @@ class Sessions:
     nothing, even if another has the id by then.
     """
 
-    def __init__(self, tree: TreeCore, config: CacheConfig, clock: Clock, stats: CacheStats) -> None:
-        self._tree, self._clock, self._stats = tree, clock, stats
+    def __init__(
+        self, tree: TreeCore, executor: Executor, config: CacheConfig, clock: Clock, stats: CacheStats
+    ) -> None:
+        self._tree, self._executor, self._clock, self._stats = tree, executor, clock, stats
         self.enabled = config.enable_session_radix_cache
         self._timeout_s = config.session_timeout
         self._limit = config.max_sessions
@@ -100,6 +110,25 @@ class Sessions:
         session = self._of.get(request)
         if session is not None and not session.closed:
             self._tree.refer(lease, session.refs)
+            if lease.depth and self._executor.has_storage:
+                self._pin(session, lease)
+
+    def _pin(self, session: Session, lease: Lease) -> None:
+        """Tell storage what the session will ask for: new FULL pages, and the window and state at the end."""
+        known, digest, epoch = session.pinned
+        on_path = 0 < known <= lease.depth and self._tree.page_hashes(lease, known - 1, known) == [digest]
+        if not on_path or epoch != self._executor.storage_epoch:
+            known = 0
+        rules = self._tree.rules
+        low = max(0, min(known, lease.depth - max(1, rules.window_pages)))
+        digests = self._tree.page_hashes(lease, low, lease.depth)
+        refs = [ObjectRef(Component.FULL, digest) for digest in digests[known - low :]]
+        if Component.SWA in rules.kinds:
+            refs += [ObjectRef(Component.SWA, digest) for digest in digests[-rules.window_pages :]]
+        if Component.MAMBA in rules.kinds:
+            refs.append(ObjectRef(Component.MAMBA, digests[-1]))
+        session.pinned = (lease.depth, digests[-1], self._executor.storage_epoch)
+        self._executor.pin(session.name, refs, min(session.timeout_s, _LONGEST_PIN_S))
 
     def leave(self, request: Request) -> None:
         """A request has ended, one way or another."""
@@ -161,6 +190,8 @@ class Sessions:
         del self._open[session.id]
         self._stats.sessions[why] += 1
         self._tree.unrefer(session.refs)
+        if session.pinned[0]:
+            self._executor.close_session(session.name)
 
 
 def check_id(session_id: str) -> None:

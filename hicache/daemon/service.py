@@ -27,12 +27,13 @@ from hicache.daemon.writes import Writes
 from hicache.metrics import DaemonMetrics
 from hicache.rpc import wire
 from hicache.rpc.v1 import cache_pb2 as pb
-from hicache.storage_backends.base import MISS, WriteOutcome
+from hicache.storage_backends.base import MISS, HoldsSessions, WriteOutcome
 
 logger = logging.getLogger(__name__)
 
 WATCH_BATCH = 256
 _ABSENT = bytes(1 if flag == 0 else 0 for flag in range(256))  # of a probe's flags
+_LONGEST_PIN_S = 86400.0
 _MAX_TEXT = 256  # characters of an identity's parts
 
 _OUTCOMES = {
@@ -100,6 +101,8 @@ class CacheService:
                 "Publish": edge.unary("Publish", pb.PublishRequest, self.publish),
                 "Abort": edge.unary("Abort", pb.AbortRequest, self.abort),
                 "Touch": edge.unary("Touch", pb.TouchRequest, self.touch),
+                "Pin": edge.unary("Pin", pb.PinRequest, self.pin),
+                "CloseSession": edge.unary("CloseSession", pb.CloseSessionRequest, self.close_session),
                 "Delete": edge.unary("Delete", pb.DeleteRequest, self.delete),
                 "Clear": edge.unary("Clear", pb.ClearRequest, self.clear),
                 "Watch": edge.stream_out("Watch", pb.WatchRequest, self.watch),
@@ -379,6 +382,23 @@ class CacheService:
         session = self._sessions.get(request.session)
         self._store.backend.touch(self._names(session, request.keys))
         return pb.TouchReply()
+
+    def pin(self, request: pb.PinRequest) -> pb.PinReply:
+        session = self._sessions.get(request.session)
+        names = self._names(session, request.keys)
+        (conversation,) = self._names(session, [request.conversation])
+        if not 0 < request.ttl_seconds <= _LONGEST_PIN_S:
+            raise BadRequest(f"ttl_seconds {request.ttl_seconds:g}: above 0, and at most {_LONGEST_PIN_S:g}")
+        if isinstance(self._store.backend, HoldsSessions):
+            self._store.backend.pin(conversation, names, request.ttl_seconds)
+        return pb.PinReply()
+
+    def close_session(self, request: pb.CloseSessionRequest) -> pb.CloseSessionReply:
+        session = self._sessions.get(request.session)
+        (conversation,) = self._names(session, [request.conversation])
+        if isinstance(self._store.backend, HoldsSessions):
+            self._store.backend.close_session(conversation)
+        return pb.CloseSessionReply()
 
     def delete(self, request: pb.DeleteRequest) -> pb.DeleteReply:
         session = self._sessions.get(request.session)

@@ -157,6 +157,12 @@ class AgreedExecutor(Executor):
         self._decisions.update(b",".join(b"%d" % slot for slot in slots))
         self._open[job] = AgreedJob(job, kind, len(refs))
 
+    def pin(self, session: str, refs: Sequence[ObjectRef], ttl_s: float) -> None:
+        self.local.pin(session, refs, ttl_s)
+
+    def close_session(self, session: str) -> None:
+        self.local.close_session(session)
+
     def arrived(self, job: JobId) -> bytes:
         """What every rank had at the last tick."""
         return bytes(self._open[job].flags)

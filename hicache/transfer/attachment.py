@@ -16,6 +16,7 @@ from hicache.transfer.worker import InlineLane, Lane, Worker
 logger = logging.getLogger(__name__)
 
 _TRIAL_POLL_S = 0.25  # how often an idle reader looks whether a trial is due while the breaker is open
+_MOST_HINTS = 256  # waiting at once
 _CHECK_POLL_S = 1.0  # and whether to ask an idle backend how it is
 
 
@@ -24,7 +25,7 @@ class Attachment:
 
     submit, cancel, arrived, forget and close are called from the cache's thread. A job ends exactly
     once: by the thread that claimed it, or by cancel/close before anyone did. `_lock` guards the
-    claims and is held for nothing else.
+    claims and the count of hints, and is held for nothing else.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Attachment:
         self._crash = crash
         self._lock = threading.Lock()
         self._jobs: dict[JobId, StorageJob] = {}  # until their Done is polled
+        self._hints = 0  # waiting; guarded by _lock
         self._inline = readers == 0
         link.prepare(max(1, readers))
         if self._inline:
@@ -85,6 +87,24 @@ class Attachment:
             return
         lane = self._write if job.kind is JobKind.STORE else self._read
         lane.submit(lambda: self._perform(job))
+
+    def hint(self, give: Callable[[StorageLink], None]) -> None:
+        """Give the backend a hint behind the stores that are under way, or drop it where too many wait."""
+        if not self._link.takes_hints or not self._link.usable or self._hints >= _MOST_HINTS:
+            return
+
+        def work() -> None:
+            with self._lock:
+                self._hints -= 1
+            if self._link.usable:
+                try:
+                    give(self._link)
+                except Exception:
+                    logger.exception("a hint to storage failed")
+
+        with self._lock:
+            self._hints += 1
+        self._write.submit(work)
 
     def arrived(self, job: JobId) -> bytes | None:
         found = self._jobs.get(job)

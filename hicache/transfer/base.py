@@ -151,6 +151,17 @@ class Executor(ABC):
     def start_store(self, job: JobId, refs: Sequence[ObjectRef], slots: Sequence[int]) -> None:
         """Write host slots as objects in order, stopping at the first that fails."""
 
+    def pin(self, session: str, refs: Sequence[ObjectRef], ttl_s: float) -> None:
+        """Hint that an open session, named by printable ASCII, will ask for these objects; not a job.
+
+        Storage that ranks by sessions evicts them last, for `ttl_s` from the last hint.
+        """
+        del session, refs, ttl_s
+
+    def close_session(self, session: str) -> None:
+        """Hint that a session is over."""
+        del session
+
     @abstractmethod
     def arrived(self, job: JobId) -> bytes:
         """Return the flags of a FETCH so far: entries whose page is whole and verified in its slot."""

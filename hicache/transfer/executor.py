@@ -186,6 +186,14 @@ class TransferExecutor(Executor):
         self._check_slots(refs, slots)
         self._start_storage(StorageJob(job, JobKind.STORE, refs, slots, bytearray(len(refs))))
 
+    def pin(self, session: str, refs: Sequence[ObjectRef], ttl_s: float) -> None:
+        if self._storage is not None:
+            self._storage.hint(lambda link: link.pin(session, refs, ttl_s))
+
+    def close_session(self, session: str) -> None:
+        if self._storage is not None:
+            self._storage.hint(lambda link: link.close_session(session))
+
     def arrived(self, job: JobId) -> bytes:
         for storage in self._attachments():
             flags = storage.arrived(job)

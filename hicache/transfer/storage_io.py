@@ -20,6 +20,7 @@ from hicache.spec import ModelSpec
 from hicache.storage_backends.base import (
     MISS,
     HasEpoch,
+    HoldsSessions,
     RegistersMemory,
     Reservation,
     StorageBackend,
@@ -104,6 +105,7 @@ class StorageLink:
             max_backoff_s=limits.breaker_max_backoff_s,
         )
         self._closing = threading.Event()
+        self._holds = backend if isinstance(backend, HoldsSessions) else None
         self._epoch_of = backend if isinstance(backend, HasEpoch) else None
         self._last_epoch = 0
         self._suspect = False  # failed since it last worked: it may come back empty
@@ -241,6 +243,32 @@ class StorageLink:
             if not all(job.flags[start:end]):
                 return False
         return False
+
+    # -- hints ---------------------------------------------------------------------------------
+
+    @property
+    def takes_hints(self) -> bool:
+        return self._holds is not None
+
+    def pin(self, session: str, refs: Sequence[ObjectRef], ttl_s: float) -> None:
+        """Tell the backend which objects a session will ask for; a failure counts as any call's."""
+        holds = self._holds
+        if holds is not None:
+            self._try("pin", lambda: holds.pin(session, [self._key(ref) for ref in refs], ttl_s))
+
+    def close_session(self, session: str) -> None:
+        """Tell the backend that a session is over."""
+        holds = self._holds
+        if holds is not None:
+            self._try("close_session", lambda: holds.close_session(session))
+
+    def _try(self, operation: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BackendError as error:
+            self._failed(operation, error)
+        else:
+            self._worked()
 
     # -- one batch -----------------------------------------------------------------------------
 

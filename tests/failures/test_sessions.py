@@ -258,3 +258,20 @@ def test_a_time_out_of_nothing_is_refused() -> None:
     for timeout in (0.0, -1.0, float("nan")):
         with pytest.raises(SessionRefused, match="timeout="):
             r.cache.sessions.open("s", timeout)
+
+
+def test_storage_is_told_what_open_sessions_will_ask_for_and_when_they_are_over() -> None:
+    """A shared store would drop the conversation that this replica keeps, and find nothing on another."""
+    r = Replica((FULL, SWA, MAMBA))
+    told: list[tuple[str, object]] = []
+    r.executor.pin = lambda session, refs, ttl_s: told.append((session, refs))  # type: ignore[method-assign]
+    r.executor.close_session = lambda session: told.append((session, None))  # type: ignore[method-assign]
+    first = r.ask(prompt(0), "private id")
+    r.ask(first.tokens + prompt(1, 5), "private id")
+    r.ask(prompt(2), None)
+    r.cache.sessions.close("private id")
+    assert len({session for session, _ in told}) == 1
+    assert "private" not in told[0][0]
+    counted = [[sum(ref.component is c for ref in refs) for c in (FULL, SWA, MAMBA)] for _, refs in told[:2]]
+    assert counted == [[10, 2, 1], [6, 2, 1]]  # what is new, and where it goes on
+    assert told[2:] == [(told[0][0], None)]

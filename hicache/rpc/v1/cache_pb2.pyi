@@ -261,6 +261,34 @@ class TouchReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class PinRequest(_message.Message):
+    __slots__ = ("session", "conversation", "keys", "ttl_seconds")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TTL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    conversation: str
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    ttl_seconds: float
+    def __init__(self, session: _Optional[int] = ..., conversation: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ..., ttl_seconds: _Optional[float] = ...) -> None: ...
+
+class PinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session", "conversation")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    conversation: str
+    def __init__(self, session: _Optional[int] = ..., conversation: _Optional[str] = ...) -> None: ...
+
+class CloseSessionReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class DeleteRequest(_message.Message):
     __slots__ = ("session", "keys")
     SESSION_FIELD_NUMBER: _ClassVar[int]

@@ -79,6 +79,16 @@ class CacheStub(object):
                 request_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.TouchRequest.SerializeToString,
                 response_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.TouchReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/hicache.v1.Cache/Pin',
+                request_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.PinRequest.SerializeToString,
+                response_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.PinReply.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/hicache.v1.Cache/CloseSession',
+                request_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CloseSessionReply.FromString,
+                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/hicache.v1.Cache/Delete',
                 request_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.DeleteRequest.SerializeToString,
@@ -174,6 +184,22 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """Lets a conversation keep objects: while it is open, what it pinned is evicted after everything else.
+        Protects nothing. Objects that come under the keys later are meant too. A store that cannot rank so
+        ignores it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """Ends a conversation: what it pinned is as any other object. An unknown one is fine.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Delete(self, request, context):
         """Deletes objects of the session's model.
         """
@@ -252,6 +278,16 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Touch,
                     request_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.TouchRequest.FromString,
                     response_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.TouchReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.PinRequest.FromString,
+                    response_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.PinReply.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CloseSessionRequest.FromString,
+                    response_serializer=hicache_dot_rpc_dot_v1_dot_cache__pb2.CloseSessionReply.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
@@ -517,6 +553,60 @@ class Cache(object):
             '/hicache.v1.Cache/Touch',
             hicache_dot_rpc_dot_v1_dot_cache__pb2.TouchRequest.SerializeToString,
             hicache_dot_rpc_dot_v1_dot_cache__pb2.TouchReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Cache/Pin',
+            hicache_dot_rpc_dot_v1_dot_cache__pb2.PinRequest.SerializeToString,
+            hicache_dot_rpc_dot_v1_dot_cache__pb2.PinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicache.v1.Cache/CloseSession',
+            hicache_dot_rpc_dot_v1_dot_cache__pb2.CloseSessionRequest.SerializeToString,
+            hicache_dot_rpc_dot_v1_dot_cache__pb2.CloseSessionReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,125 @@
+"""Pins of conversations: their objects are dropped last, and only for as long as they are open."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.clock import ManualClock
+from hicache.daemon.server import Daemon
+from hicache.registry import create_backend
+from hicache.storage_backends.base import HoldsSessions, Reservation, StorageBackend
+from hicache.storage_backends.memory import MemoryBackend
+from hicache.storage_backends.pins import Pins
+from hicache.testing.daemon import running_daemon
+
+SIZE = 1000
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def store(clock: ManualClock) -> MemoryBackend:
+    return MemoryBackend(capacity_bytes=10 * SIZE, lease_s=0.0, clock=clock)
+
+
+def put(store: StorageBackend, *keys: str) -> None:
+    for key in keys:
+        (answer,) = store.begin_write([key], [SIZE])
+        assert isinstance(answer, Reservation), answer
+        answer.buffer[:] = key.encode().ljust(SIZE)
+        store.commit([answer])
+
+
+def there(store: StorageBackend, *keys: str) -> list[int]:
+    sizes = store.read(list(keys), [memoryview(bytearray(SIZE)) for _ in keys])
+    return [int(size == SIZE) for size in sizes]
+
+
+def flood(store: StorageBackend, mark: str, count: int = 30) -> None:
+    put(store, *(f"{mark}{i}" for i in range(count)))
+
+
+def test_what_a_session_pins_outlives_everything_else_until_it_is_closed(store: MemoryBackend) -> None:
+    """A busy neighbour would throw out the conversation that comes back in a minute."""
+    put(store, "a", "b", "c")
+    store.pin("s", ["a", "b", "later"], 60.0)
+    flood(store, "x")
+    put(store, "later")
+    flood(store, "y")
+    assert there(store, "a", "b", "c", "later") == [1, 1, 0, 1]
+    store.close_session("s")
+    store.close_session("s")
+    flood(store, "z")
+    assert there(store, "a", "b", "later") == [0, 0, 0]
+
+
+def test_a_full_store_of_pinned_objects_still_takes_new_ones(store: MemoryBackend) -> None:
+    """Sessions that nobody closes would end the store's use for everybody."""
+    keys = [f"k{i}" for i in range(40)]
+    store.pin("s", keys, 60.0)
+    put(store, *keys)
+    assert there(store, *keys)[-10:] == [1] * 10
+    assert store.stats().objects == 10
+
+
+def test_shared_objects_stay_for_the_other_session_and_times_run_out(
+    store: MemoryBackend, clock: ManualClock
+) -> None:
+    """One goodbye would cost another user the common prompt; one that never comes would keep it for ever."""
+    put(store, "shared", "mine")
+    store.pin("one", ["shared", "mine"], 60.0)
+    store.pin("two", ["shared"], 10.0)
+    store.close_session("one")
+    flood(store, "x")
+    assert there(store, "shared", "mine") == [1, 0]
+    clock.advance(11.0)
+    store.stats()
+    flood(store, "y")
+    assert there(store, "shared") == [0]
+    assert store.stats().details["pinned_keys"] == 0
+
+
+def test_a_deleted_or_cleared_object_leaves_no_trace_in_the_order(store: MemoryBackend) -> None:
+    """Counts of bytes would drift, and the store would refuse writes or overrun its memory."""
+    store.pin("s", ["a", "b", "c"], 60.0)
+    put(store, "a", "b", "c")
+    flood(store, "x")
+    assert store.delete(["a"]) == 1
+    assert store.clear("b") == 1
+    flood(store, "y")
+    assert there(store, "a", "b", "c") == [0, 0, 1]
+    assert store.stats().used_bytes == 10 * SIZE
+
+
+def test_pins_are_bounded_by_ending_the_session_heard_of_least_recently() -> None:
+    """A client that pins without end would fill the daemon's memory."""
+    pins = Pins(most_keys=10)
+    for number in range(100):
+        pins.pin(f"s{number}", [f"k{number}-{i}" for i in range(3)], 1e9)
+    assert pins.total <= 10
+    assert "k99-0" in pins
+    assert "k0-0" not in pins
+    assert pins.pin("huge", [f"h{i}" for i in range(50)], 1e9)
+    assert (pins.total, len(pins)) == (0, 0)
+
+
+def test_a_daemon_keeps_what_its_clients_pin() -> None:
+    """Pins would end at the client, and the shared tier would evict as if nobody had said anything."""
+    with running_daemon(capacity="16KiB", lease_seconds=0.001) as daemon:
+        backend = client_of(daemon)
+        assert isinstance(backend, HoldsSessions)
+        put(backend, "a", "b")
+        backend.pin("s", ["a"], 60.0)
+        flood(backend, "x")
+        assert there(backend, "a", "b") == [1, 0]
+        backend.close_session("s")
+        flood(backend, "y", 40)
+        assert there(backend, "a") == [0]
+        backend.close()
+
+
+def client_of(daemon: Daemon) -> StorageBackend:
+    return create_backend("grpc", {"address": daemon.address})
