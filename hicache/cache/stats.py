@@ -27,6 +27,7 @@ class CacheStats:
     loaded_pages: Counter[str] = field(default_factory=Counter)  # host to device, by component
     fetched_pages: Counter[str] = field(default_factory=Counter)  # storage to host, by component
     store_failed_pages: int = 0
+    orphaned_pages: int = 0  # stored behind a page that storage did not take; of no use until it does
     prefetch: Counter[str] = field(default_factory=Counter)  # ended prefetches by reason
     sessions: Counter[str] = field(default_factory=Counter)  # opened, and ended: closed, expired, displaced
     retracted: int = 0

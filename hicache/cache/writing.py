@@ -301,6 +301,7 @@ class WriteDown:
             self._tree.release(again)
         elif missing:
             self._stats.store_failed_pages += missing
+            self._stats.orphaned_pages += _orphans(store.plan, outcome)
 
     def remembered(self) -> dict[str, int]:
         return {"writes": len(self._writes), "stores": self._storing}
@@ -312,6 +313,22 @@ class WriteDown:
             for component, slots in write.targets.items():
                 held.setdefault(component, array("i")).extend(_present(slots))
         return held
+
+
+def _orphans(plan: WritePlan, outcome: dict[Component, Slots]) -> int:
+    """Count what was stored behind the first FULL page that was not: nobody else can reach it (law 7).
+
+    It stays: storing the path again skips it, and storage drops what is not used.
+    """
+    full = zip(plan.pages.get(Component.FULL, ()), outcome.get(Component.FULL, ()), strict=True)
+    hole = next((page for page, slot in full if slot == NO_SLOT), None)
+    if hole is None:
+        return 0
+    return sum(
+        page >= hole + (component is Component.MAMBA) and slot != NO_SLOT
+        for component, slots in outcome.items()
+        for page, slot in zip(plan.pages[component], slots, strict=True)
+    )
 
 
 def _nothing(count: int) -> Slots:

@@ -216,6 +216,7 @@ def _transfers(scheduler: Scheduler) -> Iterable[Sample]:
     )
     yield _count("hicache_lost_tokens", "FULL tokens evicted without a copy below", stats.lost_pages * page)
     yield _count("hicache_store_failed_objects", "Objects storage did not take", stats.store_failed_pages)
+    yield _count("hicache_orphaned_objects", "Objects stored behind one that was not", stats.orphaned_pages)
     measured = scheduler.cache.weighing.measured
     for lower in (Tier.HOST, Tier.STORAGE):
         yield _gauge(
