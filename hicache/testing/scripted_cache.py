@@ -72,15 +72,20 @@ class ScriptedCache:
 
     # -- requests ------------------------------------------------------------------------------
 
-    def submit(self, rid: str, prompt: array[int], *, new: int = 1, scope: bytes = b"") -> Request:
+    def submit(
+        self, rid: str, prompt: array[int], *, new: int = 1, scope: bytes = b"", session: str | None = None
+    ) -> Request:
         request = make_request(rid, prompt, new, scope=scope)
+        request.session_id = session
         self.scheduler.submit(request)
         self.cache.check_integrity()
         return request
 
-    def begin(self, rid: str, prompt: array[int], *, new: int = 1, scope: bytes = b"") -> Request:
+    def begin(
+        self, rid: str, prompt: array[int], *, new: int = 1, scope: bytes = b"", session: str | None = None
+    ) -> Request:
         """Queue a request, and let storage answer at once what it has of it."""
-        request = self.submit(rid, prompt, new=new, scope=scope)
+        request = self.submit(rid, prompt, new=new, scope=scope, session=session)
         for probe in self.executor.open_jobs(JobKind.PROBE):
             self.end(probe)
         return request

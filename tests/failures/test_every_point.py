@@ -27,7 +27,7 @@ Event = Callable[[ScriptedCache], None]
 
 def write(bed: ScriptedCache, rid: str, prompt: Sequence[int]) -> None:
     """It is computed, and on its way to the host."""
-    bed.begin(rid, prompt)  # type: ignore[arg-type]
+    bed.begin(rid, prompt, session="s")  # type: ignore[arg-type]
     bed.step(2)
 
 
@@ -40,12 +40,12 @@ def store(bed: ScriptedCache, rid: str, prompt: Sequence[int]) -> None:
 
 def fetch(bed: ScriptedCache, rid: str, prompt: Sequence[int]) -> None:
     """It is queued, and on its way from storage."""
-    bed.begin(rid, prompt)  # type: ignore[arg-type]
+    bed.begin(rid, prompt, session="s")  # type: ignore[arg-type]
 
 
 def load(bed: ScriptedCache, rid: str, prompt: Sequence[int]) -> None:
     """It is admitted, and on its way from the host."""
-    request = bed.begin(rid, prompt)  # type: ignore[arg-type]
+    request = bed.begin(rid, prompt, session="s")  # type: ignore[arg-type]
     assert bed.cache.admit(request)
     bed.scheduler._waiting.remove(request)
     bed.scheduler._running.append(request)
@@ -153,6 +153,8 @@ def events(kinds: Sequence[Component]) -> dict[str, Event]:
         "attach again": reattach,
         "detach": detach,
         "same prompt": twin,
+        "close the session": lambda bed: bool(bed.cache.sessions.close("s")) and None,
+        "time passes": lambda bed: bed.clock.advance(1e5),  # every session and prefetch is over
         "let go of the queued": lambda bed: bool(bed.cache.release_queued()) and None,
         "refill": refill,
     }

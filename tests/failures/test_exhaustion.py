@@ -157,3 +157,13 @@ def test_a_request_retracted_with_a_long_answer_is_admitted_again() -> None:
     bed.drain()
     assert request in bed.finished
     bed.check_quiet()
+
+
+def test_without_a_host_tier_storage_is_not_asked() -> None:
+    """There is nowhere to read to: every request would wait for an answer that is of no use."""
+    bed = ScriptedCache(host={})
+    request = bed.submit("r", tokens(33))
+    assert bed.executor.open_jobs() == []
+    bed.drain()
+    assert request.cached.computed == 33
+    bed.check_quiet()
