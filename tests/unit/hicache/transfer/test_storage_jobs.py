@@ -17,7 +17,7 @@ from hicache.testing.faults import Fault, FaultyBackend, corrupt, scripted
 from hicache.testing.pools import FULL, MAMBA, SWA, compressed_spec, hybrid_spec, page_bytes
 from hicache.testing.transfers import TransferWorld, faulty_memory
 from hicache.tiers.layouts import HostLayout
-from hicache.transfer.base import JobKind, ObjectRef, name_objects
+from hicache.transfer.base import JobKind, ObjectRef, Why, name_objects
 from hicache.transfer.storage_io import StorageLimits
 
 REFS = [ObjectRef(FULL, bytes([i]) * 32) for i in range(8)]
@@ -235,6 +235,9 @@ def test_nothing_behind_a_refused_object_is_written(
     assert world.probe(REFS).flags == done.flags
     assert store.count("begin_write") == 2
     assert world.executor.counters()["store_refused"] == 2
+    assert store.inner.stats().details["reserved_bytes"] == 0, (
+        "the room of what was not written is free again"
+    )
 
 
 def test_an_object_lost_in_a_commit_is_reported_alone(world: TransferWorld, store: FaultyBackend) -> None:
@@ -252,6 +255,45 @@ def test_a_probe_that_fails_is_no_evidence_of_absence(world: TransferWorld, stor
     assert world.probe(REFS).failed
     done = world.probe(REFS)
     assert (done.flags, done.failed) == (ALL_EIGHT, False)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_a_bug_in_a_probe_fails_it_and_tells_nothing_that_was_not_asked(
+    store: FaultyBackend, batch: int
+) -> None:
+    """The answer to one part of the pages must not be taken for that to another."""
+    with TransferWorld(store, limits=StorageLimits(probe_keys=3)) as world:
+        world.store(REFS[:6], SLOTS[:6])
+        store.script = scripted(probe=[*[None] * batch, Fault(error=KeyError("oops"))])
+        done = world.probe(REFS)
+        assert (done.flags, done.failed) == (head(3 * batch), True)
+        assert world.probe(REFS).flags == head(6)
+
+
+@pytest.mark.parametrize(
+    ("faults", "why"),
+    [
+        ([], None),
+        ([Fault(miss={2})], Why.MISSING),
+        ([Fault(short={2})], Why.SHORT),
+        ([Fault(truncated={2})], Why.CORRUPT),
+        ([Fault(flip={2})], Why.CORRUPT),
+        ([Fault(miss={2}), Fault(flip={0})], Why.MISSING),
+        ([Fault(flip={2}), Fault(miss={0})], Why.CORRUPT),
+        ([None, Fault(error=BackendTimeout("slow"))], Why.TIMEOUT),
+        ([None, Fault(error=BackendUnavailable("gone"))], Why.ERROR),
+        ([Fault(miss={0}), Fault(error=BackendTimeout("slow"))], Why.MISSING),
+    ],
+)
+def test_a_read_says_why_the_first_object_that_lacks_did_not_come(
+    world: TransferWorld, store: FaultyBackend, faults: list[Fault | None], why: Why | None
+) -> None:
+    """An operator who is told of a slow store looks for another cause than of one that loses objects."""
+    world.store(REFS, SLOTS)
+    store.script = scripted(read=faults)
+    done = world.fetch(REFS, TARGETS)
+    assert done.why is why
+    assert (done.flags == ALL_EIGHT) == (why is None)
 
 
 def test_a_bug_in_a_backend_ends_the_job_and_not_the_worker(
