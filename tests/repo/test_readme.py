@@ -9,7 +9,10 @@ from pathlib import Path
 import click
 import pytest
 
+from hicache.cache.accounts import Shortfall
 from hicache.cli.main import cli
+from hicache.daemon.misses import Fate
+from hicache.tree.residency import Loss
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md", "docs/sglang.md")]
@@ -62,3 +65,11 @@ def test_files_linked_from_the_documents_exist() -> None:
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_every_reason_is_explained() -> None:
+    """A reason in a metric or an event that no page explains sends its reader to the code."""
+    text = (ROOT / "README.md").read_text()
+    for reasons in (Shortfall, Loss, Fate):
+        missing = [reason.value for reason in reasons if f"`{reason.value}`" not in text]
+        assert not missing, f"{reasons.__name__}: {missing}"
