@@ -26,6 +26,24 @@ class DevicePools(TorchPools):
     def _allocate(self, pool: PoolSpec, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
+    def release(self) -> None:
+        """Give the memory back. Tensors and views of them stay, and have nothing behind them until resume().
+
+        On the CPU, where copies look at the memory itself, it is kept and overwritten with POISON.
+        """
+        for tensor in self._tensors.values():
+            if self.device.type == "cpu":
+                tensor.view(torch.uint8).fill_(POISON)
+            else:
+                tensor.untyped_storage().resize_(0)
+
+    def resume(self) -> None:
+        """Have memory again, of zeros, behind the same tensors."""
+        for name, tensor in self._tensors.items():
+            if self.device.type != "cpu":
+                tensor.untyped_storage().resize_(self._geometry[name].size_bytes)
+            tensor.zero_()
+
     def copy_state(self, source: int, target: int) -> None:
         """Copy one MAMBA family between slots, ordered with the caller's stream."""
         for _, tensor in self.component_pools(Component.MAMBA):

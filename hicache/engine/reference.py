@@ -129,6 +129,20 @@ class ReferenceEngine:
             on_finish=on_finish,
         )
 
+    def release_memory(self) -> bool:
+        """Give L1's memory away until resume_memory(); no request may be submitted in between.
+
+        Refused (False) while requests are queued or running. What L1 alone had is lost.
+        """
+        released = self.scheduler.release_device()
+        if released:
+            self.device_pools.release()
+        return released
+
+    def resume_memory(self) -> None:
+        """Have L1's memory again, empty; hits come from L2 and L3."""
+        self.device_pools.resume()
+
     def close(self) -> None:
         """Stop the executor's threads, and leave the other ranks. The storage backend stays open."""
         self.cache.close()

@@ -145,6 +145,13 @@ class Scheduler:
         self.cache.settle()
         return self.cache.flush()
 
+    def release_device(self) -> bool:
+        """Drop L1 alone; L2 and L3 keep what they have. Refused (False) while anybody is queued or running."""
+        if not self.idle:
+            return False
+        self.cache.settle()
+        return self.cache.release_device()
+
     # -- one step ------------------------------------------------------------------------------
 
     def step(self) -> bool:

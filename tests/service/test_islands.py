@@ -195,6 +195,28 @@ def test_a_prompt_goes_on_from_deep_within_what_decode_wrote(kinds: str, depth: 
             assert (fresh.tokens, fresh.logits) == (hit.tokens, hit.logits)
 
 
+@pytest.mark.parametrize("kinds", LAYERS)
+def test_memory_is_released_and_resumed_and_islands_on_the_host_answer_alike(kinds: str) -> None:
+    """Anybody may write to memory that is away: a page of the old L1 that is still believed in is wrong."""
+    of = settings(kinds, islands=True, chunk=64, context=512, full=60, swa=20, host=True)
+    prompt, extra = drawn(200, 1), drawn(30, 2)
+    bed = Asked(of)
+    try:
+        told = prompt + list(bed.ask(prompt, 70).tokens)
+        bed.engine.scheduler.submit(Request("running", array("I", drawn(20, 3)), 20, 4))
+        assert not bed.engine.release_memory()
+        bed.engine.scheduler.run_until_idle()
+        assert bed.engine.release_memory()
+        assert all(bed.engine.cache.tree.resident(Tier.DEVICE, c) == 0 for c in of.model.kinds)
+        bed.engine.resume_memory()
+        again = bed.ask(told + extra, 10)
+        assert again.cached >= 256
+        reference = cold(of, told + extra, 10)
+        assert (again.tokens, again.logits) == (reference.tokens, reference.logits)
+    finally:
+        bed.close()
+
+
 def test_islands_switched_off_on_a_pool_that_assumes_them_are_warned_about(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
