@@ -63,7 +63,7 @@ class LongRequests:
     A length is drawn between `range_ratio` times the given one and the given one.
     """
 
-    num_prompts: int = 144
+    num_prompts: int = 96
     concurrency: int = 96
     input_length: int = 32_768
     output_length: int = 16_384
@@ -103,7 +103,7 @@ class LongRequests:
 
 @dataclass(slots=True)
 class IslandRun:
-    """What one arm showed. Means are over the steps in which as many requests were offered as can be."""
+    """What one arm showed. Means are over the steps in which more requests wait, here or unsent."""
 
     arm: Arm
     requests: int
@@ -231,19 +231,17 @@ def run_arm(
         accept_length=lambda _: rng.randint(*workload.accept_lengths),
         on_finish=finished,
     )
-    begun = 0
     while waiting or out:
         while waiting and len(out) < workload.concurrency:
             request = waiting.popleft()
             out.add(request.rid)
             scheduler.submit(request)
-        begun = begun or (workload.num_prompts - len(waiting) > workload.concurrency)
         runner.seen.clear()
         if not scheduler.step():
             raise InvariantViolation(f"{scheduler.num_running} requests run, {len(out)} wait, none moves")
         clock.advance(1.0)
         report.steps += 1
-        if begun and waiting:
+        if waiting or scheduler.num_waiting:
             _sample(report, cache, scheduler, len(runner.seen))
     report.retracted = cache.stats.retracted
     report.evicted_windows = cache.stats.evicted_pages["device.swa"]

@@ -32,7 +32,7 @@ _PUBLISHED: dict[str, JSON] = {
 
 @click.command("islands")
 @click.option("--engine", type=click.Choice(["virtual"]), default="virtual", show_default=True)
-@click.option("--num-prompts", type=int, default=144, show_default=True, help="Requests in all.")
+@click.option("--num-prompts", type=int, default=96, show_default=True, help="Requests in all.")
 @click.option(
     "--max-concurrency",
     "concurrency",

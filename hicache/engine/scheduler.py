@@ -146,7 +146,7 @@ class Scheduler:
         return self.cache.flush()
 
     def release_device(self) -> bool:
-        """Drop L1 alone; L2 and L3 keep what they have. Refused (False) while anybody is queued or running."""
+        """Drop L1 alone; L2 and L3 keep what they have. Refused (False) while anybody waits or runs."""
         if not self.idle:
             return False
         self.cache.settle()
