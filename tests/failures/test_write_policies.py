@@ -240,3 +240,19 @@ def test_write_back_into_a_host_full_of_copies_of_hot_pages_goes_on() -> None:
     assert bed.hit(hot) == 8
     assert bed.cache.stats.demoted_pages > 0
     bed.check_quiet()
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.1, 4), (0.25, 10), (0.01, 2)])
+def test_stores_in_flight_hold_no_more_of_the_host_than_their_share(share: float, most: int) -> None:
+    """A slow store would keep all of L2 busy; one store at a time must go all the same."""
+    bed = ScriptedCache(host={FULL: 40}, store_host_share=share)
+    for i in range(8):
+        bed.begin(f"r{i}", tokens(9, seed=i))  # two pages each
+        bed.step(2)
+        for write in bed.executor.open_jobs(JobKind.WRITE):
+            bed.end(write)
+        held = sum(len(bed.executor.refs(job)) for job in bed.executor.open_jobs(JobKind.STORE))
+        assert held == min(2 * (i + 1), most)
+    bed.drain()
+    assert len(bed.stored()) == 16, "what had to wait is stored when there is room"
+    bed.check_quiet()

@@ -13,6 +13,7 @@ _TREE = (
     "tests/unit/hicache/tree",
     "tests/failures/test_windows.py",
     "tests/failures/test_in_flight.py",
+    "tests/stateful/test_residency_histories.py",
     "tests/stateful/test_tree_histories.py",
     "tests/failures/test_simulation.py",
 )
@@ -188,7 +189,12 @@ REGIONS = (
             ),
             "hicache.cache.writing": ("WriteDown.*",),
         },
-        (*_CACHE, "tests/stateful/test_tree_histories.py"),
+        (
+            "tests/unit/hicache/tree/test_writing.py",
+            *_CACHE,
+            "tests/stateful/test_residency_histories.py",
+            "tests/stateful/test_tree_histories.py",
+        ),
     ),
     Region(
         "publication of reads",

@@ -174,7 +174,15 @@ def test_flags_follow_the_pages_of_a_split_and_of_a_join() -> None:
     node.swa.split_into(upper.swa, 6, lambda run: None)
     node.start = 6
     assert (upper.swa.flags, node.swa.flags) == (bytearray([1, 2]), bytearray([3, 4, 5, 6]))
-    upper.swa.flags = None  # nothing is known of these
+    lower, node.swa.flags = node.swa.flags, None  # nothing is known of these
+    node.swa.absorb(upper.swa)
+    node.start = 4
+    assert node.swa.flags == bytearray([1, 2, 0, 0, 0, 0])
+    upper = Node(None, 4, swa=True)
+    assert upper.swa is not None
+    node.swa.split_into(upper.swa, 6, lambda run: None)
+    node.start, upper.end = 6, 6
+    node.swa.flags, upper.swa.flags = lower, None  # nor of these
     node.swa.absorb(upper.swa)
     node.start = 4
     assert node.swa.flags == bytearray([0, 0, 3, 4, 5, 6])
