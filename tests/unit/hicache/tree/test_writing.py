@@ -1,4 +1,4 @@
-"""Writes under way in the tree: what becomes of their pages when the tier gets them from elsewhere meanwhile."""
+"""Writes under way: what becomes of pages that come to the tier from elsewhere meanwhile."""
 
 from __future__ import annotations
 
