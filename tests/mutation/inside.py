@@ -187,7 +187,7 @@ def function_of(module: str, function: str) -> FunctionType:
         found = vars(found)[name]
     while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
         inner = [
-            vars(found).get("__wrapped__"),
+            getattr(found, "__wrapped__", None),
             getattr(found, "fget", None),
             getattr(found, "__func__", None),
         ]
