@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from hicache.cache.accounts import Ceiling, Shortfall, check_request, check_stats, marks_of
+from hicache.cache.accounts import (
+    Accounts,
+    Ask,
+    Ceiling,
+    Shortfall,
+    check_request,
+    check_stats,
+    marks_of,
+)
+from hicache.cache.stats import CacheStats
 from hicache.request import Request
 from hicache.testing.ledger import make_request
 from hicache.testing.scripted_cache import ScriptedCache, tokens
@@ -175,6 +185,61 @@ def test_every_way_a_read_ends_has_its_reason(reason: str, why: Why | None, expe
     ]
     crowded = marks_of(reason, why, crowded=True, run=8, target=0, reached=0, limit=10)
     assert crowded == [(8, Shortfall.HOST_CAPACITY), (10, Shortfall.NOT_STORED)]
+
+
+MARKS = [
+    (4, Shortfall.EVICTED),
+    (7, Shortfall.DEADLINE),
+    (9, Shortfall.NO_BOUNDARY),
+    (10, Shortfall.NOT_STORED),
+]
+
+
+def admit(
+    ask: Ask, *, device: int, hit: int, whole: int, seen: int = 0
+) -> tuple[Accounts, Request, CacheStats]:
+    """Account for a request of ten pages of 4 tokens and one token, `seen` of them computed before."""
+    stats = CacheStats()
+    accounts = Accounts(TreeRules(4, (FULL,)), stats, ceiling_pages=100)
+    accounts.committed(make_request("before", PROMPT, 1), 0, seen, [])
+    request = make_request("r", PROMPT, 1)
+    accounts.admitted(request, ask, device=device, hit=hit, whole=whole)
+    check_request(request, 41)
+    check_stats(stats)
+    return accounts, request, stats
+
+
+def test_what_others_brought_meanwhile_is_covered_and_not_credited_to_storage() -> None:
+    """Storage brought two pages, others computed four more: L3's share must not grow by their work."""
+    _, request, _ = admit(Ask(2, 10, 4, MARKS), device=0, hit=8, whole=8)
+    assert (request.cached.storage, request.cached.host) == (8, 24)
+    assert request.cached.failed == {"covered": 16, "no_boundary": 4, "not_stored": 4}
+
+
+def test_a_hit_that_shrank_below_what_was_asked_settles_only_what_was_asked() -> None:
+    """Pages that L1 and L2 had when storage was asked were never its to bring."""
+    _, request, _ = admit(Ask(6, 10, 0, [(10, Shortfall.TIMEOUT)]), device=2, hit=2, whole=3, seen=9)
+    assert (request.cached.asked, request.cached.failed) == (16, {"timeout": 16})
+    assert request.cached.missed == {"no_room": 4, "evicted": 12, "timeout": 12}
+
+
+def test_a_failed_load_takes_every_count_of_the_first_admission_back() -> None:
+    """The prompt would count twice, and so would what it had missed."""
+    accounts, request, stats = admit(Ask(2, 10, 4, MARKS), device=1, hit=4, whole=4, seen=10)
+    assert (stats.storage_tokens, stats.missed_tokens) == (
+        8,
+        {"deadline": 12, "no_boundary": 8, "not_stored": 4},
+    )
+    accounts.load_failed(request)
+    check_stats(stats)
+    assert (stats.prompt_tokens, stats.ceiling_tokens, +stats.missed_tokens) == (0, 0, Counter())
+    assert stats.failed_tokens["load_failed"] == 8
+    request.load_failed = True
+    accounts.admitted(request, Ask(), device=1, hit=1, whole=4)
+    check_request(request, 41)
+    check_stats(stats)
+    assert (stats.prompt_tokens, stats.asked_tokens) == (41, 32)
+    assert stats.missed_tokens["load_failed"] == 12
 
 
 class Infinite:
