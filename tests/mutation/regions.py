@@ -102,6 +102,21 @@ REGIONS = (
         ("tests/unit/hicache/test_objects.py", "tests/unit/hicache/transfer"),
     ),
     Region(
+        "parts of a family",
+        {
+            "hicache.spec": (
+                *("ModelSpec._pages_of", "ModelSpec.phase", "ModelSpec.absent", "ModelSpec.object_bytes"),
+                *("ModelSpec.readers", "ModelSpec._check_sidecar"),
+            ),
+            "hicache.transfer.base": ("name_objects",),
+        },
+        (
+            "tests/unit/hicache/test_spec.py",
+            "tests/unit/hicache/transfer/test_base.py",
+            "tests/failures/test_sidecars.py",
+        ),
+    ),
+    Region(
         "reads that are verified, writes in order",
         {
             "hicache.transfer.storage_io": (
@@ -220,7 +235,7 @@ REGIONS = (
         {
             "hicache.cache.tables": ("PageTables.*", "clear_tables"),
             "hicache.cache.cache": (
-                *("HiCache._admit_up_to", "HiCache._start_load", "HiCache._loaded"),
+                *("HiCache._admit_up_to", "HiCache._start_load", "HiCache._loaded", "HiCache._loadable"),
                 *("HiCache.abort", "HiCache.restart", "HiCache._end", "HiCache._release"),
             ),
         },

@@ -87,6 +87,26 @@ def test_pools_are_read_by_the_layers_they_name_or_by_their_components() -> None
     }
 
 
+def test_a_pool_that_names_no_layers_is_read_with_its_components_first_or_the_models() -> None:
+    """A draft pool, or a sidecar of a component without layers, would have no gate."""
+    draft, side = kv("draft", 4, layers=3), packed(2, 4, "side")
+    swa = ComponentSpec(SWA, (kv("swa", 4, layers=1),), window=4)
+    spec = ModelSpec("m", 4, (ComponentSpec(FULL, (kv("full", 4), draft)), swa), layers=(SWA, FULL, FULL))
+    assert spec.readers(FULL, draft) == (1, 1, 1)
+    logical = ModelSpec("m", 4, (ComponentSpec(FULL, (side,), logical=True), swa))
+    assert logical.readers(FULL, side) == (0,)
+
+
+def test_the_phase_of_a_state_is_that_of_the_page_it_ends() -> None:
+    """A recurrent state would be stored without the sums that belong to it."""
+    sums = PoolSpec("sums", 1, (2,), "float32", 1, state_of=("packed",))
+    mamba = ComponentSpec(MAMBA, (kv("state", 1), sums))
+    spec = ModelSpec("m", 4, (ComponentSpec(FULL, (kv("full", 4), packed(12, 4))), mamba))
+    assert [spec.phase(MAMBA, boundary) for boundary in (1, 2, 3, 4)] == [0, 1, 2, 0]
+    held = ["sums" not in spec.absent(MAMBA, spec.phase(MAMBA, boundary)) for boundary in (1, 2, 3)]
+    assert held == [True, True, False]
+
+
 BASE = compressed_spec(16)
 
 
@@ -122,6 +142,8 @@ def test_what_a_state_is_of_is_part_of_the_identity(change: dict[str, object]) -
 
 REFUSED = {
     "neither divides the other": (lambda: model(4, packed(3, 4)), "one must divide the other"),
+    "not even two tokens in an odd page": (lambda: model(3, packed(2, 3)), "one must divide the other"),
+    "two rows where there is one": (lambda: model(2, replace(packed(2, 2), rows_per_page=2)), "makes 1"),
     "rows and ratio disagree": (
         lambda: model(8, replace(packed(4, 8), rows_per_page=8)),
         "its ratio makes 2",
