@@ -18,10 +18,12 @@ class Ranked(Generic[C]):
 
     A candidate that gains or loses sessions is offered again at once, so that no eviction pays for what
     was referred to before it; one that gained some on the quiet is moved when it comes up. Invariant: a
-    candidate is queued under no more sessions than refer to it, and under one number only.
+    candidate is queued under no more sessions than refer to it, and under one number only. `idle` says
+    that no session has ever referred to anything: then all of this costs a look at it.
     """
 
     def __init__(self, make: Callable[[], Candidates[C]], refs_of: Callable[[C], int]) -> None:
+        self.idle = True
         self._make = make
         self._refs_of = refs_of
         self._free = make()
@@ -34,6 +36,9 @@ class Ranked(Generic[C]):
 
     def offer(self, item: C) -> None:
         """Queue a candidate, or re-queue it if its key or its rank has sunk."""
+        if self.idle:
+            self._free.offer(item)
+            return
         refs = self._refs_of(item)
         rank = self._rank.get(item, 0) if self._rank else 0
         if refs != rank:
@@ -66,6 +71,8 @@ class Ranked(Generic[C]):
 
     def pop(self) -> C | None:
         """Take the candidate out that goes first, or None if there is none."""
+        if self.idle:
+            return self._free.pop()
         while (item := self._free.pop()) is not None:
             refs = self._refs_of(item)
             if not refs:

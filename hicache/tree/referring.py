@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hicache.tree.base import Lease, Match, SessionRefs
 from hicache.tree.covers import count_window, leave
-from hicache.tree.forest import Forest
+from hicache.tree.forest import TIERS, Forest
 from hicache.tree.leases import checked
 from hicache.tree.node import Cover, Node
 from hicache.tree.reading import path_to, reach_of
@@ -20,6 +20,9 @@ def refer(f: Forest, lease: Lease, session: SessionRefs) -> None:
     assert isinstance(node, Node)
     if depth == 0:
         return
+    if f.full[0].idle:
+        for tier in TIERS:
+            f.full[tier].idle = f.runs[tier].idle = f.states[tier].idle = False
     known = node.covers.get(session)
     if known is not None:
         node.clamp(known)
