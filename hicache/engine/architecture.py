@@ -43,7 +43,7 @@ class ReferenceConfig:
     """A small hybrid decoder with seeded random weights.
 
     Positions are computed in tiles of `tile` rows at absolute positions, whatever the caller asks
-    for, so that a result never depends on how the work was cut (see hicache.engine.model).
+    for, so that a result never depends on how the work was cut (see hicache.engine.layers).
 
     A layer of a `compression` ratio is a sliding one that also sees one row per so many tokens of all
     that is older; those rows are sidecars of FULL, what is unfinished of them is a sidecar of SWA.
@@ -97,8 +97,8 @@ class ReferenceConfig:
     def _check_compression(self) -> None:
         if self.compression and len(self.compression) != len(self.layers):
             raise ConfigError(
-                f"compression names the ratio of {len(self.compression)} layers, the model has "
-                f"{len(self.layers)}; choose another preset to change its layers"
+                f"--layers {layer_string(self.layers)}: the preset's compression is of {len(self.compression)} "
+                f"layers, not {len(self.layers)}; choose another preset to change its layers"
             )
         if any(r and c is not Component.SWA for r, c in zip(self.compression, self.layers, strict=False)):
             raise ConfigError("only SWA layers are compressed")

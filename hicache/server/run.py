@@ -21,7 +21,7 @@ from hicache.engine.architecture import ReferenceConfig, parse_layers, preset_co
 from hicache.engine.reference import EngineSettings, ReferenceEngine
 from hicache.engine.scheduler import Scheduler
 from hicache.engine.sizing import device_capacities
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, SpecError
 from hicache.registry import available_backends
 from hicache.server.app import Service, create_app
 from hicache.server.drain import Drain
@@ -112,7 +112,10 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
             "or install a torch built for CUDA"
         )
     model, cache = model_config(config), config.cache_config()
-    spec = reference_spec(model, config.page_size, islands=config.enable_swa_islands)
+    try:
+        spec = reference_spec(model, config.page_size, islands=config.enable_swa_islands)
+    except SpecError as error:
+        raise ConfigError(f"--page-size {config.page_size}: {error}") from error
     device = device_capacities(
         spec,
         max_total_tokens=config.max_total_tokens,

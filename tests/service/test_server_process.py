@@ -80,6 +80,14 @@ def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ),
         (["--layers", "FXS"], "one letter per layer"),
         (["--model-preset", "gpt"], "there are full, full-swa, full-mamba, hybrid"),
+        (["--model-preset", "compressed", "--layers", "FS"], "--layers FS: the preset's compression is of 5"),
+        (
+            [
+                *("--model-preset", "compressed", "--page-size", "24"),
+                *("--chunked-prefill-size", "240", "--mamba-track-interval", "240"),
+            ],
+            "--page-size 24: pool full_c32: 32 tokens a row",
+        ),
         (["--swa-full-tokens-ratio", "2"], "--swa-full-tokens-ratio 2.0 must be in (0, 1]"),
         (["--max-total-tokens", "10"], "less than one page"),
         (["--max-total-tokens", "256"], "raise --max-total-tokens"),

@@ -57,7 +57,7 @@ def test_identity_follows_weights_and_shape_but_not_the_context() -> None:
     ("change", "message"),
     [
         ({"layers": (Component.SWA,)}, "at least one FULL layer"),
-        ({"compression": (4,)}, "of 1 layers, the model has 8"),
+        ({"compression": (4,)}, "compression is of 1 layers, not 8"),
         ({"compression": (0, 0, 4) + (0,) * 5}, "only SWA layers are compressed"),
         ({"compression": (4,) + (0,) * 7}, "name no FULL layer"),
         ({"layers": (Component.SWA,), "compression": (1,)}, "at least 2 tokens a row"),
