@@ -11,6 +11,7 @@ import pytest
 from hicache.errors import ConfigError
 from hicache.testing.scripted_cache import FULL, MAMBA, SWA, ScriptedCache, tokens
 from hicache.transfer.base import JobKind
+from hicache.tree import UnifiedTree
 from hicache.types import Component, Tier
 
 SETS = [(FULL, SWA), (FULL, SWA, MAMBA)]
@@ -208,6 +209,13 @@ def test_a_checkpoint_interval_keeps_more_windows() -> None:
     made.run("a", tokens(130), new=1)
     assert {made.hit(tokens(length)) for length in (16, 32, 48, 80, 112)} == {4, 8, 12, 20, 28}
     made.check_quiet()
+
+
+def test_a_tree_core_that_cannot_keep_islands_refuses_them_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would keep all windows, on a pool that was made small for islands."""
+    monkeypatch.setattr(UnifiedTree, "keeps_islands", False)
+    with pytest.raises(ConfigError, match="--enable-swa-islands: this tree core keeps all windows or none"):
+        bed()
 
 
 def test_settings_without_islands_to_work_on_are_refused() -> None:
