@@ -98,7 +98,7 @@ class ReferenceConfig:
         if self.compression and len(self.compression) != len(self.layers):
             raise ConfigError(
                 f"--layers {layer_string(self.layers)}: the preset's compression is of "
-                f"{len(self.compression)} layers, not {len(self.layers)}; choose another preset for other layers"
+                f"{len(self.compression)} layers, not {len(self.layers)}; take another preset"
             )
         if any(r and c is not Component.SWA for r, c in zip(self.compression, self.layers, strict=False)):
             raise ConfigError("only SWA layers are compressed")
