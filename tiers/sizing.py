@@ -18,12 +18,18 @@ def device_bytes(spec: ModelSpec, capacities: Mapping[Component, int]) -> int:
 
 
 def host_capacities(
-    spec: ModelSpec, device: Mapping[Component, int], *, ratio: float, size_gb: float = 0.0
+    spec: ModelSpec,
+    device: Mapping[Component, int],
+    *,
+    ratio: float,
+    size_gb: float = 0.0,
+    staging_only: bool = False,
 ) -> dict[Component, int]:
     """Return host pages per component.
 
     `size_gb` > 0 overrides `ratio` and is split in proportion to the device bytes of each component;
-    else every component gets `ratio` times its device pages. Raises ConfigError naming the flag.
+    else every component gets `ratio` times its device pages: more than 1, unless pages are only staged there.
+    Raises ConfigError naming the flag.
     """
     if not math.isfinite(size_gb) or size_gb < 0:
         raise ConfigError(
@@ -31,7 +37,9 @@ def host_capacities(
         )
     if size_gb > 0:
         return _by_size(spec, device, size_gb)
-    if not math.isfinite(ratio) or ratio <= 1:
+    if staging_only and not 0 < ratio < math.inf:
+        raise ConfigError(f"--hicache-ratio {ratio} must be above 0")
+    if not staging_only and (not math.isfinite(ratio) or ratio <= 1):
         raise ConfigError(
             f"--hicache-ratio {ratio} must be greater than 1: the host holds everything the device holds and "
             "more; raise it, or give the size in GB with --hicache-size"

@@ -19,12 +19,13 @@ from hicache.cache.pools import Copies, PagePools
 from hicache.cache.prefetch import Prefetcher
 from hicache.cache.quarantine import Quarantine
 from hicache.cache.sessions import Sessions
+from hicache.cache.staging_only import StagingOnly
 from hicache.cache.stats import CacheStats
 from hicache.cache.tables import PageTables, Running, clear_tables
 from hicache.cache.weighing import Weighing
 from hicache.cache.writing import WriteDown
 from hicache.clock import Clock
-from hicache.config.cache import CacheConfig
+from hicache.config.cache import CacheConfig, HostMemoryMode
 from hicache.errors import ConfigError, InvariantViolation
 from hicache.request import Request
 from hicache.spec import ModelSpec
@@ -77,6 +78,8 @@ class HiCache:
             *(tree, self.rules, self.pools, executor, self._jobs, config, clock, self.stats),
             *(spec, self._age, self.weighing),
         )
+        staging = bool(host) and config.hicache_host_memory_mode is HostMemoryMode.BUFFER_ONLY
+        self._staging_only = StagingOnly(tree, self.pools, self.stats) if staging else None
         self.sessions = Sessions(tree, executor, config, clock, self.stats)
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight
@@ -371,6 +374,8 @@ class HiCache:
         ended = self.executor.poll()
         for done in ended:
             self._jobs.close(done)
+        if self._staging_only is not None:
+            self._staging_only.sweep()  # what has ended makes room for what waits
         self.sessions.expire()
         self._writing.follow_storage()
         if ended:

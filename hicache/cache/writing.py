@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hicache.cache.jobs import Jobs, StorageAge
 from hicache.cache.pools import PagePools
 from hicache.cache.stats import CacheStats
-from hicache.config.cache import CacheConfig
+from hicache.config.cache import CacheConfig, HostMemoryMode
 from hicache.policy.writing import hits_to_write
 from hicache.request import Request
 from hicache.spec import ModelSpec
@@ -31,6 +31,7 @@ class _Path:
     tokens: array[int]  # the request's own; grows with it
     depth: int  # pages
     tries: int = 0  # to get it to the host, in vain
+    first: int = -1  # page that was missing below when it was last tried
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ class WriteDown:
         self._reserve_due = False  # something was committed or admitted since the last round
         host = pools.capacity(Tier.HOST, Component.FULL)
         self._has_host = host > 0
+        self._staging = config.hicache_host_memory_mode is HostMemoryMode.BUFFER_ONLY
         self._store_limit = max(1, int(host * config.store_host_share))
         self._reserve = {
             tier: max(1, int(pools.capacity(tier, Component.FULL) * config.clean_reserve_share))
@@ -117,6 +119,12 @@ class WriteDown:
             self._tree.release(lease)
         for key, path in waiting.items():
             self._owed.setdefault(key, path)
+
+    def _note_progress(self, path: _Path | None, plan: WritePlan) -> None:
+        """Staged pages make room for the next: a path that gets on, a part at a time, is not in vain."""
+        full = plan.pages.get(Component.FULL)
+        if self._staging and path is not None and full and full[0] > path.first:
+            path.first, path.tries = full[0], 0
 
     def _owe_host(self, path: _Path | None) -> None:
         if path is not None and path.tries < _HOST_TRIES:
@@ -163,7 +171,8 @@ class WriteDown:
             self._tree.forget_all_stored()
             self._restock_due = self._hits is not None
             self._stored_before = -1
-        if not self._restock_due or self._storing or not self._executor.has_storage:
+        busy = self._storing or (self._staging and self._writes)
+        if not self._restock_due or busy or not self._executor.has_storage:
             return
         stored = sum(self._stats.stored_pages.values())
         self._restock_due = stored != self._stored_before
@@ -171,7 +180,10 @@ class WriteDown:
             self._stored_before = stored
             leases, _ = self._tree.unstored()
             for lease in leases:
-                self._store(lease, self._hits or 0, attempt=self._config.store_attempts)
+                if self._staging:
+                    self._write_to_host(lease, self._hits or 0, store_hits=self._hits)
+                else:
+                    self._store(lease, self._hits or 0, attempt=self._config.store_attempts)
                 self._tree.release(lease)
 
     def flush(self) -> int:
@@ -200,9 +212,14 @@ class WriteDown:
 
         Returns whether it lacked anything.
         """
-        plan = self._tree.plan_write(lease, Tier.HOST, min_hits=min_hits)
+        if self._staging and not self._executor.has_storage:
+            return False
+        plan = self._tree.plan_write(lease, Tier.HOST, min_hits=min_hits, unstored=self._staging)
         if not plan.count:
             return False
+        if self._staging and not self._may_stage(plan):
+            self._owe(path)
+            return True
         write_lease = self._tree.begin_write(lease, plan)
         targets = self._host_slots(plan)
         if targets is None:
@@ -210,6 +227,7 @@ class WriteDown:
             self._owe_host(path)
             return True
         if sum(map(len, targets.values())) < plan.count:
+            self._note_progress(path, plan)
             self._owe_host(path)
         moves, outcome = [], {}
         for component, sources in plan.slots.items():
@@ -221,6 +239,11 @@ class WriteDown:
         self._writes[job] = _HostWrite(write_lease, plan, outcome, path, store_hits)
         self._executor.start_write(job, moves)
         return True
+
+    def _may_stage(self, plan: WritePlan) -> bool:
+        """True if what is copied to the host now can be stored at once: it does not wait there."""
+        ahead = self._storing + sum(len(w.plan.pages.get(Component.FULL, ())) for w in self._writes.values())
+        return not ahead or ahead + len(plan.pages.get(Component.FULL, ())) <= self._store_limit
 
     def _host_slots(self, plan: WritePlan) -> dict[Component, Slots] | None:
         """Host pages for a plan: as much of FULL as fits, root first; SWA and states only in whole."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 import msgspec
 
+from hicache.config.cache import HostMemoryMode
 from hicache.config.server import IoBackend, MemLayout, ServerConfig, load_server_config, read_mapping
 from hicache.engine.architecture import DRAFT_SUFFIX, PRESETS
 from hicache.types import PrefetchPolicy, WritePolicy
@@ -78,7 +79,9 @@ def _flags(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
-def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) -> click.Choice[str]:
+def _values(
+    kind: type[HostMemoryMode | WritePolicy | PrefetchPolicy | IoBackend | MemLayout],
+) -> click.Choice[str]:
     return click.Choice([member.value for member in kind])
 
 
@@ -157,7 +160,18 @@ def _values(kind: type[WritePolicy | PrefetchPolicy | IoBackend | MemLayout]) ->
         is_flag=True,
         declarations=["--enable-hierarchical-cache", "--enable-hicache"],
     ),
-    _option(_HICACHE, "hicache_ratio", "L2 size / L1 size; above 1.", type=float),
+    _option(
+        _HICACHE,
+        "hicache_host_memory_mode",
+        "Keep pages in host memory, or only pass them between L1 and L3.",
+        type=_values(HostMemoryMode),
+    ),
+    _option(
+        _HICACHE,
+        "hicache_ratio",
+        "Host / L1 size; above 1 unless buffer_only.  [default: 2.0, or 1.2 with buffer_only]",
+        type=float,
+    ),
     _option(_HICACHE, "hicache_size", "L2 size in GB (10^9 bytes); over the ratio.", type=float),
     _option(_HICACHE, "hicache_write_policy", "When pages go to the next tier.", type=_values(WritePolicy)),
     _option(_HICACHE, "hicache_io_backend", "How pages are copied.", type=_values(IoBackend)),

@@ -25,9 +25,17 @@ class HitLoading(str, enum.Enum):
     ALWAYS = "always"
 
 
+class HostMemoryMode(str, enum.Enum):
+    """What the host's memory is for; names and meaning as in SGLang."""
+
+    CACHE = "cache"  # L2
+    BUFFER_ONLY = "buffer_only"  # staging between L1 and L3, nothing stays
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything HiCache decides by. Times in seconds, sizes in tokens unless named otherwise."""
 
+    hicache_host_memory_mode: HostMemoryMode = HostMemoryMode.CACHE
     hicache_write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     hicache_storage_prefetch_policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_threshold: int = 256
@@ -69,6 +77,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{name} {getattr(self, name):g} must be 0 or more")
         if self.swa_checkpoint_interval < 0:
             raise ConfigError(f"--swa-checkpoint-interval {self.swa_checkpoint_interval} must be 0 or more")
+        buffer_only = self.hicache_host_memory_mode is HostMemoryMode.BUFFER_ONLY
+        if buffer_only and self.hicache_write_policy is WritePolicy.WRITE_BACK:
+            raise ConfigError(
+                "--hicache-host-memory-mode buffer_only keeps nothing on the host that could be written back "
+                "later; use --hicache-write-policy write_through or write_through_selective"
+            )
         self._check_times()
         for name in ("prefetch_host_share", "store_host_share", "clean_reserve_share"):
             if not 0 < getattr(self, name) <= 0.5:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from hicache.config.cache import CacheConfig
+from hicache.config.cache import CacheConfig, HostMemoryMode
 from hicache.config.kv_events import KvEventsConfig, read_kv_events
 from hicache.errors import ConfigError
 from hicache.types import PrefetchPolicy, WritePolicy
@@ -86,7 +86,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     session_timeout: float = 1800.0
 
     enable_hierarchical_cache: bool = False
-    hicache_ratio: float = 2.0
+    hicache_host_memory_mode: HostMemoryMode = HostMemoryMode.CACHE
+    hicache_ratio: float | None = None  # 2.0, or 1.2 where the host is a buffer only
     hicache_size: float = 0.0  # GB; over the ratio
     hicache_write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     hicache_io_backend: IoBackend = IoBackend.KERNEL
@@ -111,14 +112,31 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--hicache-storage-backend {self.hicache_storage_backend} needs "
                 "--enable-hierarchical-cache, since L3 fills and is filled from L2"
             )
+        if self.buffer_only and not self.hicache_storage_backend:
+            raise ConfigError(
+                "--hicache-host-memory-mode buffer_only needs --hicache-storage-backend: the host only "
+                "passes pages on to it"
+            )
         if self.hicache_storage_backend_extra_config and not self.hicache_storage_backend:
             raise ConfigError("--hicache-storage-backend-extra-config needs --hicache-storage-backend")
+
+    @property
+    def buffer_only(self) -> bool:
+        return self.hicache_host_memory_mode is HostMemoryMode.BUFFER_ONLY
+
+    @property
+    def host_ratio(self) -> float:
+        """Host pages per device page, by default as in SGLang."""
+        if self.hicache_ratio is not None:
+            return self.hicache_ratio
+        return 1.2 if self.buffer_only else 2.0
 
     def cache_config(self) -> CacheConfig:
         """Return the cache's part. Raises ConfigError."""
         generic, _ = split_extra_config(self.hicache_storage_backend_extra_config)
         config = _convert(
             {
+                "hicache_host_memory_mode": self.hicache_host_memory_mode,
                 "hicache_write_policy": self.hicache_write_policy,
                 "hicache_storage_prefetch_policy": self.hicache_storage_prefetch_policy,
                 "radix_eviction_policy": self.radix_eviction_policy,
@@ -160,7 +178,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         elif layout is MemLayout.PAGE_FIRST and io is IoBackend.DIRECT:
             layout = MemLayout.PAGE_FIRST_DIRECT
             logger.info("--hicache-mem-layout is page_first_direct, as --hicache-io-backend direct asks for")
-        return msgspec.structs.replace(self, hicache_io_backend=io, hicache_mem_layout=layout)
+        policy = self.hicache_write_policy
+        if self.buffer_only and policy is WritePolicy.WRITE_BACK:
+            policy = WritePolicy.WRITE_THROUGH
+            logger.info("--hicache-write-policy is write_through: buffer_only keeps nothing to write back")
+        return msgspec.structs.replace(
+            self, hicache_io_backend=io, hicache_mem_layout=layout, hicache_write_policy=policy
+        )
 
 
 def server_config(flags: Mapping[str, object]) -> ServerConfig:

@@ -19,6 +19,8 @@ from hicache.request import Request
 
 logger = logging.getLogger(__name__)
 
+_SHORT_S = 0.01
+
 
 class Runner(Protocol):
     """Computes. Called from the scheduler's thread; page tables and captures are in the request."""
@@ -188,7 +190,8 @@ class Scheduler:
         """Block until a transfer ends or a prefetch deadline passes, at most `timeout_s`."""
         deadline = self.cache.next_deadline()
         if deadline is not None:
-            timeout_s = min(timeout_s, max(0.0, deadline - self.cache.clock.now()))
+            # One that has passed is of a request behind another that waits for memory: no reason to spin.
+            timeout_s = min(timeout_s, max(_SHORT_S, deadline - self.cache.clock.now()))
         return self.cache.executor.wait(timeout_s)
 
     def run_until_idle(self, stall_s: float = 60.0) -> None:

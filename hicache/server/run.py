@@ -125,7 +125,13 @@ def engine_settings(config: ServerConfig) -> EngineSettings:
     )
     host = {}
     if config.enable_hierarchical_cache:
-        host = host_capacities(spec, device, ratio=config.hicache_ratio, size_gb=config.hicache_size)
+        host = host_capacities(
+            spec,
+            device,
+            ratio=config.host_ratio,
+            size_gb=config.hicache_size,
+            staging_only=config.buffer_only,
+        )
     return EngineSettings(
         model=model,
         page_size=config.page_size,

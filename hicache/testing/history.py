@@ -376,8 +376,9 @@ class TreeHistory:
             return self._written()
         target = self.random.choice((HOST, Tier.STORAGE))
         hits = self.random.choice((0, 0, 1, 2))
-        plan = self.tree.plan_write(active.lease, target, min_hits=hits)
-        mine = self.oracle.plan_write(active.held, target, hits)
+        unstored = self.random.random() < 0.3
+        plan = self.tree.plan_write(active.lease, target, min_hits=hits, unstored=unstored)
+        mine = self.oracle.plan_write(active.held, target, hits, unstored=unstored)
         self.trail.append(f"plan to {target.name} of depth {active.lease.depth}, hits {hits}: {plan.pages}")
         _equal((plan.source, plan.pages, plan.slots), (mine.source, mine.pages, mine.slots), "plan")
         if target is Tier.STORAGE and plan.count:

@@ -298,7 +298,7 @@ class Oracle:
 
     # -- writing down --------------------------------------------------------------------------
 
-    def plan_write(self, held: Held, target: Tier, min_hits: int) -> WritePlan:
+    def plan_write(self, held: Held, target: Tier, min_hits: int, *, unstored: bool = False) -> WritePlan:
         """List what a target lacks."""
         source = Tier(target - 1)
         plan = WritePlan(
@@ -315,7 +315,8 @@ class Oracle:
             path.append(page)
         for component in self.rules.kinds:
             for page in path:
-                there = component in page.stored if target is STORAGE else page.has(component, HOST)
+                stored = component in page.stored
+                there = stored if target is STORAGE else page.has(component, HOST) or (unstored and stored)
                 if page.has(component, source) and not there and (component, target) not in page.busy:
                     plan.pages[component].append(page.depth - (component is not MAMBA))
                     plan.slots[component].append(page.slots[component][source])

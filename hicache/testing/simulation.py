@@ -15,7 +15,7 @@ from hicache.build import TierSizes, build_cache
 from hicache.cache import HiCache, SessionRefused
 from hicache.cache.accounts import check_request, check_stats
 from hicache.clock import ManualClock
-from hicache.config.cache import CacheConfig, HitLoading, StateCheckpoints
+from hicache.config.cache import CacheConfig, HitLoading, HostMemoryMode, StateCheckpoints
 from hicache.engine.scheduler import FinalToken, Runner, Scheduler
 from hicache.errors import InvariantViolation
 from hicache.keys import page_hashes
@@ -111,8 +111,12 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
     host = {FULL: rng.choice([8, 30, 60]), SWA: rng.choice([2, 8, 30]), MAMBA: rng.choice([1, 2, 8])}
     tiers = rng.choice(["l1", "l1+l2", "l1+l2+l3", "l1+l2+l3", "l1+l2+l3"])
     sizes = TierSizes({c: device[c] for c in kinds}, {} if tiers == "l1" else {c: host[c] for c in kinds})
+    buffer_only = tiers == "l1+l2+l3" and rng.random() < 0.3
+    mode = HostMemoryMode.BUFFER_ONLY if buffer_only else HostMemoryMode.CACHE
+    policies = [p for p in WritePolicy if not (buffer_only and p is WritePolicy.WRITE_BACK)]
     config = CacheConfig(
-        hicache_write_policy=rng.choice(list(WritePolicy)),
+        hicache_host_memory_mode=mode,
+        hicache_write_policy=rng.choice(policies),
         hicache_storage_prefetch_policy=rng.choice(list(PrefetchPolicy)),
         prefetch_threshold=rng.choice([1, 2 * page]),
         prefetch_timeout_base=0.01,
@@ -339,6 +343,11 @@ def check_quiet(world: World) -> None:
     check_stats(stats)
     check_storage(world)
     check_sessions(world)
+    if cache.config.hicache_host_memory_mode is HostMemoryMode.BUFFER_ONLY:
+        cache.tick()
+        left = [cache.pools[pool].num_taken for pool in cache.pools.kinds if pool[0] is Tier.HOST]
+        if any(left):
+            raise InvariantViolation(f"buffer_only: {left} host pages are kept")
     if not cache.flush():
         raise InvariantViolation("a quiet cache could not be dropped")
     for tier, component in cache.pools.kinds:

@@ -296,11 +296,14 @@ class TreeCore(ABC):
     # -- writing down --------------------------------------------------------------------------
 
     @abstractmethod
-    def plan_write(self, lease: Lease, target: Tier, *, min_hits: int = 0) -> WritePlan:
+    def plan_write(
+        self, lease: Lease, target: Tier, *, min_hits: int = 0, unstored: bool = False
+    ) -> WritePlan:
         """List what of the lease's path the target lacks and nobody is writing; FULL ancestors first.
 
         Target HOST reads device slots, STORAGE host slots. Considers FULL pages [0, depth) with at
-        least `min_hits` hits, SWA pages present on the source and every state on the source.
+        least `min_hits` hits, SWA pages present on the source and every state on the source. With
+        `unstored` pages that storage is believed to have are left out, also of a write to the host.
         """
 
     @abstractmethod

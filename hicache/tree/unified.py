@@ -148,8 +148,10 @@ class UnifiedTree(TreeCore):
             stored=stored,
         )
 
-    def plan_write(self, lease: Lease, target: Tier, *, min_hits: int = 0) -> WritePlan:
-        return writing.plan_write(self._forest, lease, target, min_hits=min_hits)
+    def plan_write(
+        self, lease: Lease, target: Tier, *, min_hits: int = 0, unstored: bool = False
+    ) -> WritePlan:
+        return writing.plan_write(self._forest, lease, target, min_hits=min_hits, unstored=unstored)
 
     def begin_write(self, lease: Lease, plan: WritePlan) -> Lease:
         return writing.begin_write(self._forest, lease, plan)

@@ -40,7 +40,9 @@ def source_of(target: Tier) -> Tier:
     raise ValueError(f"nothing is written down to {target!r}")
 
 
-def plan_write(f: Forest, lease: Lease, target: Tier, *, min_hits: int = 0) -> WritePlan:
+def plan_write(
+    f: Forest, lease: Lease, target: Tier, *, min_hits: int = 0, unstored: bool = False
+) -> WritePlan:
     """List what the target lacks; only below a FULL run that the target has or will have."""
     held = checked(f, lease)
     source = source_of(target)
@@ -49,16 +51,17 @@ def plan_write(f: Forest, lease: Lease, target: Tier, *, min_hits: int = 0) -> W
     slots: dict[Component, Slots] = {component: array("i") for component in f.rules.kinds}
     plan = WritePlan(source, pages, slots)
     depth = _worth(path, held.depth, min_hits)
+    busy = writing_bit(target) | (STORED if unstored or target is Tier.STORAGE else 0)
     reach = 0
     for node in path:
         end = min(node.end, depth)
         if end <= node.start:
             break
-        reach = _plan_full(node, end, target, pages[Component.FULL], slots[Component.FULL])
+        reach = _plan_full(node, end, target, busy, pages[Component.FULL], slots[Component.FULL])
         if f.swa:
-            _plan_swa(node, reach, target, pages[Component.SWA], slots[Component.SWA])
+            _plan_swa(node, reach, target, busy, pages[Component.SWA], slots[Component.SWA])
         if f.mamba:
-            _plan_states(node, reach, target, pages[Component.MAMBA], slots[Component.MAMBA])
+            _plan_states(node, reach, target, busy, pages[Component.MAMBA], slots[Component.MAMBA])
         if reach < end:
             break
     if target is Tier.STORAGE and plan.count:
@@ -101,16 +104,16 @@ def _add(wanted: Mask, base: int, source: Slots, pages: Slots, slots: Slots) -> 
     slots.frombytes(np.frombuffer(source, np.int32)[found].tobytes())
 
 
-def _plan_full(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> int:
+def _plan_full(node: Node, end: int, target: Tier, busy: int, pages: Slots, slots: Slots) -> int:
     """Add a node's FULL pages before `end`; return where the run that the target can have ends."""
     base = node.start
     if target is Tier.HOST:
         count = min(end, node.device_end) - base
-        wanted = _absent(node.host, count) & _idle(node.flags, count, writing_bit(target))
+        wanted = _absent(node.host, count) & _idle(node.flags, count, busy)
         _add(wanted, base, node.device, pages, slots)
         return end
     count = end - base
-    wanted = _idle(node.flags, count, STORED | writing_bit(target))
+    wanted = _idle(node.flags, count, busy)
     absent = wanted & _absent(node.host, count)
     if absent.any():
         # A page that cannot be read from the host cannot be sent, nor can what follows it.
@@ -121,23 +124,21 @@ def _plan_full(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -
     return end
 
 
-def _plan_swa(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> None:
+def _plan_swa(node: Node, end: int, target: Tier, busy: int, pages: Slots, slots: Slots) -> None:
     swa = node.swa
     assert swa is not None
     source = swa.device if target is Tier.HOST else swa.host
     if source is None:
         return
     count = end - node.start
-    busy = writing_bit(target) | (STORED if target is Tier.STORAGE else 0)
     wanted = ~_absent(source, count) & _idle(swa.flags, count, busy)
     if target is Tier.HOST:
         wanted &= _absent(swa.host, count)
     _add(wanted, node.start, source, pages, slots)
 
 
-def _plan_states(node: Node, end: int, target: Tier, pages: Slots, slots: Slots) -> None:
+def _plan_states(node: Node, end: int, target: Tier, busy: int, pages: Slots, slots: Slots) -> None:
     source = source_of(target)
-    busy = writing_bit(target) | (STORED if target is Tier.STORAGE else 0)
     for state in node.states:
         if state.at > end:
             break

@@ -69,7 +69,7 @@ def test_the_server_reads_the_file_as_its_defaults() -> None:
         ("[server]\npage_sice = 16\n", r"\[server\] has no page_sice; it has .*page_size"),
         ("[cache]\nchunked_prefill_size = 512\n", r"\[cache\] has no chunked_prefill_size"),
         ("[cache]\nstore_attempts = 'many'\n", r"\[cache\] store_attempts 'many': Expected `int`"),
-        ("[server]\nhicache_ratio = 'x'\n", "--hicache-ratio 'x': Expected `float`"),
+        ("[server]\nhicache_size = 'x'\n", "--hicache-size 'x': Expected `float`"),
         ("server = 1\n", r"server must be a section, \[server\]"),
         ("[server\n", r"hicache\.toml"),
     ],

@@ -22,7 +22,7 @@ import pytest
 from torch import Tensor
 
 from hicache.build import TierSizes
-from hicache.config.cache import CacheConfig
+from hicache.config.cache import CacheConfig, HostMemoryMode
 from hicache.engine.architecture import DRAFT_SUFFIX, PRESETS, ReferenceConfig, preset_config, reference_spec
 from hicache.engine.reference import EngineSettings, ReferenceEngine
 from hicache.engine.sizing import device_capacities
@@ -81,6 +81,7 @@ class Run:
     answers: list[list[Answer]] = field(default_factory=list)
     cached: list[CachedTokens] = field(default_factory=list)
     evicted: int = 0
+    left_on_host: int = 0  # pages and states
 
     @property
     def by_tier(self) -> tuple[int, int, int]:
@@ -105,6 +106,7 @@ def settings_of(case: Mapping[str, Any]) -> EngineSettings:
         page_size=page,
         sizes=TierSizes(device, host_capacities(spec, device, ratio=2.0)),
         cache=CacheConfig(
+            hicache_host_memory_mode=case.get("mode", HostMemoryMode.CACHE),
             hicache_write_policy=case["write"],
             hicache_storage_prefetch_policy=case["prefetch"],
             prefetch_threshold=16,
@@ -177,6 +179,9 @@ def play(settings: EngineSettings, script: Script, *, storage: StorageBackend | 
         if storage is not None and settings.cache.hicache_write_policy is WritePolicy.WRITE_BACK:
             engine.cache.flush_dirty(10.0)
         run.evicted = sum(engine.cache.stats.evicted_pages.values())
+        engine.cache.tick()
+        pools = engine.cache.pools
+        run.left_on_host = sum(pools[pool].num_taken for pool in pools.kinds if pool[0] is Tier.HOST)
         return run
     finally:
         engine.close()
@@ -284,6 +289,31 @@ def test_every_pair_of_settings_answers_like_a_cold_run(case: Mapping[str, Any],
 def test_all_settings_together_answer_like_a_cold_run(case: Mapping[str, Any], stores: Stores) -> None:
     """Some combination of settings would change what users are told."""
     check(case, stores)
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+def test_a_host_that_is_a_buffer_only_answers_like_a_cold_run(preset: str) -> None:
+    """Pages that pass through the host on their way to and from L3 would change what users are told."""
+    case = {
+        "preset": preset,
+        "page_size": 16,
+        "write": WritePolicy.WRITE_THROUGH,
+        "prefetch": PrefetchPolicy.WAIT_COMPLETE,
+        "layout": HostLayout.PAGE_FIRST,
+        "mode": HostMemoryMode.BUFFER_ONLY,
+    }
+    script, expected = script_and_answers(preset)
+    storage = create_backend("memory", {})
+    try:
+        for number in range(2):
+            run = play(settings_of(case), script, storage=storage)
+            assert run.answers == expected
+            device, _, stored = run.by_tier
+            assert device > 0
+            assert stored > 0 or number == 0
+            assert run.left_on_host == 0
+    finally:
+        storage.close()
 
 
 @pytest.mark.parametrize("preset", FACTORS["preset"])

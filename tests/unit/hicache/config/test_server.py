@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache.config.cache import HostMemoryMode
 from hicache.config.server import (
     IoBackend,
     MemLayout,
@@ -39,6 +40,24 @@ def test_layout_and_io_are_rewritten_as_sglang_does(given: dict[str, object], io
     """The same command line would mean something else here."""
     config = server_config(given).rewritten()
     assert (config.hicache_io_backend, config.hicache_mem_layout) == (IoBackend(io), MemLayout(layout))
+
+
+def test_buffer_only_needs_storage_and_rewrites_as_sglang_does() -> None:
+    """Without storage the host's memory would be of no use; written back later, pages would be lost."""
+    with pytest.raises(ConfigError, match="buffer_only needs --hicache-storage-backend"):
+        server_config({"enable_hierarchical_cache": True, "hicache_host_memory_mode": "buffer_only"})
+    given = {**L3, "hicache_host_memory_mode": "buffer_only", "hicache_write_policy": "write_back"}
+    config = server_config(given).rewritten()
+    assert config.hicache_write_policy is WritePolicy.WRITE_THROUGH
+    assert config.cache_config().hicache_host_memory_mode is HostMemoryMode.BUFFER_ONLY
+
+
+def test_the_host_has_sglangs_share_by_mode_unless_told() -> None:
+    """Half of the machine's memory would stay unused, or a buffer take what a cache should have."""
+    buffer = {**L3, "hicache_host_memory_mode": "buffer_only"}
+    assert server_config(L3).host_ratio == 2.0
+    assert server_config(buffer).host_ratio == 1.2
+    assert server_config({**buffer, "hicache_ratio": 0.5}).host_ratio == 0.5
 
 
 def test_the_extra_config_is_split_between_cache_and_backend() -> None:
