@@ -167,3 +167,21 @@ def test_without_a_host_tier_storage_is_not_asked() -> None:
     bed.drain()
     assert request.cached.computed == 33
     bed.check_quiet()
+
+
+def test_what_the_host_had_no_room_for_is_written_when_there_is_some() -> None:
+    """The tail of a prompt would be lost with the device's pages although the host had long had room."""
+    bed = ScriptedCache(host={FULL: 12})
+    bed.run("old", tokens(33))
+    prompt = tokens(33, seed=2)
+    bed.begin("new", prompt)
+    bed.step(2)
+    (write,) = bed.executor.open_jobs(JobKind.WRITE)
+    assert len(bed.executor._jobs[write].moves) == 4, "as much as fits"
+    bed.cache.pools.free_all(bed.cache.tree.evict(Tier.DEVICE, FULL, 8).freed)  # the old one's
+    bed.end(write)
+    bed.drain()
+    assert bed.cache.tree.match(b"", prompt, 33).full_device == 8
+    bed.cache.pools.free_all(bed.cache.tree.evict(Tier.DEVICE, FULL, 8).freed)
+    assert bed.hit(prompt) == 8
+    bed.check_quiet()
