@@ -166,7 +166,8 @@ def events(kinds: Sequence[Component]) -> dict[str, Event]:
 def end_in_every_way(bed: ScriptedCache, job: JobId, way: str) -> None:
     """Let a transfer end, if the event has not ended it."""
     if bed.executor.is_open(job):
-        bed.end(job, failed=way == "failed", upto=int(way) if way.isdigit() else None)
+        upto = min(int(way), len(bed.executor.refs(job))) if way.isdigit() else None
+        bed.end(job, failed=way == "failed", upto=upto)
 
 
 def come_to_rest(bed: ScriptedCache) -> None:

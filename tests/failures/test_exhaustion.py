@@ -185,3 +185,16 @@ def test_what_the_host_had_no_room_for_is_written_when_there_is_some() -> None:
     bed.cache.pools.free_all(bed.cache.tree.evict(Tier.DEVICE, FULL, 8).freed)
     assert bed.hit(prompt) == 8
     bed.check_quiet()
+
+
+def test_nobody_is_admitted_on_pages_that_running_requests_may_still_need() -> None:
+    """Both would run out half-way, and one would be computed twice."""
+    bed = ScriptedCache(device={FULL: 12}, host={}, storage=False)
+    bed.submit("a", tokens(9), new=20)  # eight pages in the end
+    bed.submit("b", tokens(9, seed=2), new=12)  # six
+    bed.step()
+    assert [r.rid for r in bed.scheduler._running] == ["a"]
+    bed.drain()
+    assert [r.rid for r in bed.finished] == ["a", "b"]
+    assert bed.cache.stats.retracted == 0
+    bed.check_quiet()

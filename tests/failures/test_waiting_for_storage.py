@@ -196,3 +196,35 @@ def test_aborts_of_waiting_requests_do_not_move_the_deadline_of_others() -> None
     assert second in bed.finished
     bed.drain()
     bed.check_quiet()
+
+
+def test_the_deadline_counts_what_storage_is_asked_for_only() -> None:
+    """A long prompt that is mostly in memory would wait as long for its last pages as for all of them."""
+    bed = ScriptedCache(
+        hicache_storage_prefetch_policy=PrefetchPolicy.TIMEOUT,
+        prefetch_timeout_base=0.0,
+        prefetch_timeout_per_ki_token=1024.0,  # a second a token
+        prefetch_timeout_max=1e6,
+    )
+    bed.store_only(tokens(33))
+    bed.run("known", tokens(17))
+    request, _ = bed.fetching(tokens(33))
+    assert not bed.cache.ready(request)
+    bed.clock.advance(15.9)
+    assert not bed.cache.ready(request)
+    bed.clock.advance(0.2)
+    assert bed.cache.ready(request)
+    bed.drain()
+    bed.check_quiet()
+
+
+def test_a_request_that_waits_for_its_first_answer_keeps_nobody_from_the_hosts_pages() -> None:
+    """Every queued request would hold what the host has of its prompt, and none could be brought."""
+    bed = ScriptedCache()
+    bed.run("known", tokens(17))
+    bed.cache.pools.free_all(bed.cache.tree.evict(Tier.DEVICE, FULL, 4).freed)
+    bed.submit("r", tokens(33))
+    bed.open(JobKind.PROBE)
+    assert bed.cache.tree.evictable(Tier.HOST, FULL) == 4
+    bed.drain()
+    bed.check_quiet()

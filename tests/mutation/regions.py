@@ -22,6 +22,7 @@ _CACHE = (
     "tests/failures/test_write_policies.py",
     "tests/failures/test_partial_hits.py",
     "tests/failures/test_aborts.py",
+    "tests/failures/test_islands.py",
     "tests/failures/test_in_flight.py",
     "tests/failures/test_failed_copies.py",
     "tests/failures/test_waiting_for_storage.py",
