@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from hicache.cache.events import Cleared, Stored
+from hicache.cache.events import Cleared, EventLog, Stored
 from hicache.keys import page_hashes
 from hicache.testing.router import Router
 from hicache.testing.scripted_cache import ScriptedCache, tokens
@@ -131,3 +131,32 @@ def test_nothing_is_told_and_no_page_is_hashed_unless_asked_for() -> None:
     cache.run("a", tokens(40))
     found = cache.cache.tree.match(b"", tokens(40), 40)
     assert found.node.hashes == []  # type: ignore[attr-defined]
+
+
+def test_pages_that_branch_off_before_the_last_are_told_apart(router: Router) -> None:
+    """Told as one event, the second branch would hang on the first one's end in a router's tree."""
+    cache = ScriptedCache()
+    log = EventLog(cache.cache.tree, router)
+    words = tokens(4).tobytes()
+    log.gained(Tier.DEVICE, FULL, [b"a", b"b"], None, words * 2)
+    log.gained(Tier.DEVICE, FULL, [b"c"], b"a", words)
+    log.gained(Tier.DEVICE, FULL, [b"d"], b"c", words)
+    log.flush()
+    assert [(e.digests, e.parent) for e in router.events if isinstance(e, Stored)] == [
+        ([b"a", b"b"], None),
+        ([b"c", b"d"], b"a"),
+    ]
+
+
+def test_who_comes_late_is_told_what_storage_has_of_every_component(router: Router) -> None:
+    """A router that is started after its workers would send conversations elsewhere."""
+    cache = ScriptedCache((FULL, SWA, MAMBA))
+    cache.run("a", tokens(41))
+    settle(cache)
+    cache.cache.publish_events(router)
+    cache.step()
+    cache.cache.tick()
+    for component in (FULL, SWA, MAMBA):
+        told = {digest for digest, tier, what in router.held if (tier, what) == (Tier.STORAGE, component)}
+        assert told == cache.stored(component)
+        assert told
