@@ -66,7 +66,7 @@ class HiCache:
         self.pools = PagePools(tree, device, host, self.stats, copies=copies, quarantine=quarantine)
         self._places = Places(spec, config)
         self._accounts = Accounts(self.rules, self.stats, ceiling_pages=config.ceiling_pages)
-        self._tables = PageTables(tree, self.pools, self.rules, self._places, clock, self._accounts)
+        self._tables = PageTables(tree, self.pools, self.rules, self._places, self._accounts)
         self._check_islands()
         self._check_capacities(device)
         self._check_mirrors(host)
@@ -84,6 +84,7 @@ class HiCache:
         self._running: dict[Request, Running] = {}
         self._leaving: list[Running] = []  # ended while their load was in flight
         self._failing: set[Request] = set()  # to be admitted again once it is known what could be loaded
+        self._step_time = clock.now()  # of all accesses of a step: how long it took decides nothing
         self._events: EventLog | None = None
 
     def _check_islands(self) -> None:
@@ -201,7 +202,7 @@ class HiCache:
         self._tables.take_path(request, running.private, path, taken, holes)
         request.lease, request.branch = lease, found.branch
         hits = 0 if request.admissions else 1  # the same request again is no second access
-        self.tree.touch(lease, self.clock.now(), priority=request.priority, hits=hits)
+        self.tree.touch(lease, self._step_time, priority=request.priority, hits=hits)
         request.admissions += 1
         ask = self._prefetcher.ended(request)
         self._accounts.admitted(request, ask, device=found.device, hit=boundary, whole=whole)
@@ -308,7 +309,10 @@ class HiCache:
 
     def _commit(self, request: Request) -> None:
         """Move whole computed pages into the tree, and the lease with them; then write down."""
-        if self._tables.commit(request, self._running[request]) and request.lease is not None:
+        if (
+            self._tables.commit(request, self._running[request], self._step_time)
+            and request.lease is not None
+        ):
             self._writing.committed(request.lease, request)
 
     def finish(self, request: Request) -> None:
@@ -370,6 +374,7 @@ class HiCache:
 
         Called between steps: what the last one gave back may go to loads once its readers are done.
         """
+        self._step_time = self.clock.now()
         self.pools.lapse()
         ended = self.executor.poll()
         for done in ended:

@@ -13,7 +13,6 @@ from hicache.cache.accounts import Accounts
 from hicache.cache.ownership import Private
 from hicache.cache.places import Places
 from hicache.cache.pools import PagePools, Use
-from hicache.clock import Clock
 from hicache.request import Capture, Request
 from hicache.transfer.base import Move
 from hicache.tree.base import Lease, PathSlots, TreeCore, TreeRules
@@ -52,11 +51,10 @@ class PageTables:
         pools: PagePools,
         rules: TreeRules,
         places: Places,
-        clock: Clock,
         accounts: Accounts,
     ) -> None:
         self._tree, self._pools, self._rules = tree, pools, rules
-        self._places, self._clock, self._accounts = places, clock, accounts
+        self._places, self._accounts = places, accounts
 
     def take_path(
         self,
@@ -127,8 +125,11 @@ class PageTables:
             request.captures.append(Capture(place * page, slot))
         request.captures.sort(key=lambda c: c.position)
 
-    def commit(self, request: Request, running: Running) -> bool:
-        """Move whole computed pages into the tree, and the lease with them; False if there are none."""
+    def commit(self, request: Request, running: Running, now: float) -> bool:
+        """Move whole computed pages into the tree, and the lease with them; False if there are none.
+
+        `now` is the time of this access, in the clock's seconds.
+        """
         end = request.computed // self._rules.page_size
         start = request.committed
         if end <= start or request.lease is None:
@@ -156,7 +157,7 @@ class PageTables:
             swa=swa,
             states=states,
             places=self._places.of_commit(request, start, end, (at for at, _ in states)),
-            now=self._clock.now(),
+            now=now,
             priority=request.priority,
         )
         for component, slots in inserted.duplicates.items():

@@ -220,7 +220,7 @@ class LedgerExecutor(Executor):
         if kind is JobKind.PROBE and failed:
             flags = b""
         else:
-            limit = len(entry.refs) if upto is None else upto
+            limit = len(entry.refs) if upto is None else min(upto, len(entry.refs))
             flags = self._finish_storage(entry, kind, 0 if failed and upto is None else limit)
         self._ended.append(
             Done(job, kind, flags, failed, self._took(), self._why(entry, flags, failed=failed))

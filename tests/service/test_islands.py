@@ -54,6 +54,7 @@ def settings(
         cache=CacheConfig(
             chunked_prefill_size=chunk,
             mamba_track_interval=64,
+            radix_eviction_policy="lru",  # the script counts on what it keeps
             prefetch_threshold=PAGE,
             hicache_storage_prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
         ),

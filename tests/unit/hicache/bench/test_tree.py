@@ -46,7 +46,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     outcome = CliRunner().invoke(tree_command, options)
     assert outcome.exit_code == 0, outcome.output
     report = json.loads(path.read_text())
-    assert set(report) == {"environment", "results", "growth"}
+    assert set(report) == {"environment", "results", "growth", "references"}
     assert report["environment"]["python"]
     assert {result["core"] for result in report["results"]} == {"hicache"}
     assert all(word in outcome.output for word in ("release", "evict_swa", "short", "1 M / 10 k"))
