@@ -162,7 +162,7 @@ class Prefetcher:
         found, prefetch = self._found.get(request.rid), self._by_rid.get(request.rid)
         if found is None or found.looks >= _MAX_LOOKS or self._rule.policy is PrefetchPolicy.BEST_EFFORT:
             return None
-        if prefetch is not None and (prefetch.lease is not None or prefetch.reason not in _NOTHING_TO_FETCH):
+        if prefetch is not None and prefetch.reason not in _NOTHING_TO_FETCH:
             return None
         tokens = request.tokens
         if self._tree.match(request.scope, tokens, len(tokens) - 1).host >= found.host:

@@ -76,7 +76,7 @@ class Sessions:
         if timeout_s is not None and not timeout_s > 0:
             raise SessionRefused(f"timeout={timeout_s}: a session lasts more than 0 seconds without requests")
         if session_id in self._open:
-            raise SessionRefused(f"session_id {_shown(session_id)} is open already; close it first")
+            raise SessionRefused(f"session_id {shown_id(session_id)} is open already; close it first")
         self._begin(session_id, self._timeout_s if timeout_s is None else timeout_s)
 
     def close(self, session_id: str) -> bool:
@@ -206,13 +206,13 @@ def check_id(session_id: str) -> None:
         try:
             size = len(session_id.encode())
         except UnicodeEncodeError:
-            raise SessionRefused(f"session_id {_shown(session_id)} has half a character in it") from None
+            raise SessionRefused(f"session_id {shown_id(session_id)} has half a character in it") from None
     if size > MAX_ID_BYTES:
         raise SessionRefused(
-            f"session_id {_shown(session_id)} has {size} bytes or more; the most is {MAX_ID_BYTES}"
+            f"session_id {shown_id(session_id)} has {size} bytes or more; the most is {MAX_ID_BYTES}"
         )
 
 
-def _shown(session_id: str) -> str:
+def shown_id(session_id: str) -> str:
     """Return an id as a message may show it: escaped, and not too long."""
     return ascii(session_id if len(session_id) <= 40 else session_id[:40] + "...")

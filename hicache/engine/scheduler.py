@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hicache.cache import HiCache
-from hicache.cache.sessions import SessionRefused, check_id
+from hicache.cache.sessions import SessionRefused, check_id, shown_id
 from hicache.errors import HiCacheError, LoadFailed
 from hicache.request import Request
 
@@ -107,7 +107,7 @@ class Scheduler:
             except SessionRefused as error:
                 raise RequestRefused(str(error)) from None
         if request.rid in self._rids:
-            raise RequestRefused(f"request id {request.rid!r} is in use")
+            raise RequestRefused(f"request id {shown_id(request.rid)} is in use")
         self._rids.add(request.rid)
         self._waiting.append(request)
         self.cache.enqueue(request)

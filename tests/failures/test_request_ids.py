@@ -151,8 +151,9 @@ def test_an_id_may_be_any_string(rid: str) -> None:
     """Ids come from clients; one that is treated as more than a name breaks a server."""
     bed = new_bed()
     bed.begin(rid, PROMPT, new=4)
-    with pytest.raises(RequestRefused, match="is in use"):
+    with pytest.raises(RequestRefused, match="is in use") as refused:
         bed.submit(rid, PROMPT)
+    assert len(str(refused.value)) < 100, "a log line, and an answer, as long as the client likes"
     bed.drain()
     assert bed.finished[-1].rid == rid
     bed.begin(rid, PROMPT, new=4)

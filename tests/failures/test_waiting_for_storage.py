@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from hicache.policy.prefetch import PrefetchRule
+from hicache.request import Request
 from hicache.testing.scripted_cache import FULL, MAMBA, SWA, ScriptedCache, tokens
 from hicache.transfer.base import JobKind
 from hicache.types import PrefetchPolicy, Tier
@@ -227,4 +228,37 @@ def test_a_request_that_waits_for_its_first_answer_keeps_nobody_from_the_hosts_p
     bed.open(JobKind.PROBE)
     assert bed.cache.tree.evictable(Tier.HOST, FULL) == 4
     bed.drain()
+    bed.check_quiet()
+
+
+HELD_PAGES = 5
+
+
+def queued_then_flushed(*, failed: bool) -> tuple[ScriptedCache, Request]:
+    """A queued request whose only stored pages leave the host after its probe has ended."""
+    bed = ScriptedCache(hicache_storage_prefetch_policy=PrefetchPolicy.WAIT_COMPLETE)
+    bed.run("part", PROMPT[: HELD_PAGES * 4 + 1])
+    request = bed.submit("r", PROMPT)
+    bed.end(bed.open(JobKind.PROBE), failed=failed)
+    assert bed.hit(PROMPT) == HELD_PAGES
+    bed.drop_memory()
+    return bed, request
+
+
+def test_a_queued_request_whose_prefetch_failed_does_not_ask_again() -> None:
+    """With a store in trouble it would wait for every answer twice."""
+    bed, request = queued_then_flushed(failed=True)
+    assert bed.cache.ready(request)
+    assert not bed.executor.open_jobs(JobKind.PROBE)
+    bed.drain()
+    assert request.cached.storage == 0
+    bed.check_quiet()
+
+
+def test_a_queued_request_that_had_nothing_to_fetch_asks_for_what_the_host_has_lost() -> None:
+    """What storage has would be computed, because it was on the host when the request came."""
+    bed, request = queued_then_flushed(failed=False)
+    assert not bed.cache.ready(request)
+    bed.drain()
+    assert request.cached.storage == HELD_PAGES * 4
     bed.check_quiet()

@@ -123,6 +123,18 @@ def test_scattered_room_is_joined_by_dropping_neighbours(store: ArenaStore, cloc
     assert read(store, ["large"], 24 * size) == [pattern(24 * size)]
 
 
+def test_no_more_is_evicted_than_the_cleared_span_needs(store: ArenaStore) -> None:
+    """Every large object would cost another one that nobody needed to lose."""
+    size = 64 << 10
+    keys = [f"k{i}" for i in range(CAPACITY // size)]
+    for key in keys:
+        write(store, {key: pattern(size)})
+    store.delete(["k5", "k9"])  # two sizes are free, but not side by side
+    assert store.stats().details["arena_largest_free_bytes"] < 2 * size
+    assert write(store, {"large": pattern(2 * size)}) == {"large": WriteOutcome.STORED}
+    assert store.stats().details["evicted"] == 1
+
+
 def test_a_place_has_another_generation_for_every_owner(store: ArenaStore) -> None:
     """A reader that came too late would take the new object for the one it asked for."""
     seen: set[tuple[int, int]] = set()
