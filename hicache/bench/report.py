@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 JSON: TypeAlias = "dict[str, JSON] | list[JSON] | str | int | float | bool | None"
 
@@ -77,6 +77,16 @@ class RoundReport:
         if self.missed:
             row["missed_tokens"] = dict(self.missed)
         return row
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> RoundReport:
+        """Read back what `as_json` wrote."""
+        told = dict(row)
+        del told["distance"]
+        tiers = told.pop("cached_by_tier", None)
+        by_tier = None if tiers is None else ByTier(tiers["l1"], tiers["l2"], tiers["l3"])
+        missed = told.pop("missed_tokens", {})
+        return cls(**told, by_tier=by_tier, missed=missed)
 
 
 @dataclass(frozen=True, slots=True)

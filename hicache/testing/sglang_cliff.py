@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache.bench.report import ByTier, RoundReport, RunReport
+from hicache.bench.report import RoundReport, RunReport
 from hicache.bench.system import Tiers
 from hicache.testing.daemon import DaemonProcess
 from hicache.testing.sglang_server import ADMIN_KEY, START_S, SglangServer
@@ -136,17 +136,10 @@ def multi_turn(flags: Sequence[str], result: Path) -> RunReport:
         tiers=run["tiers"],
         eviction_policy=run["eviction_policy"],
         engine=run["engine"],
-        rounds=tuple(map(_round, run["rounds"])),
+        rounds=tuple(map(RoundReport.from_json, run["rounds"])),
         duration_s=run["duration_s"],
         wall_s=run["wall_s"],
     )
-
-
-def _round(row: dict[str, object]) -> RoundReport:
-    fields = {name: value for name, value in row.items() if name not in ("distance", "cached_by_tier")}
-    tiers = row.get("cached_by_tier")
-    by_tier = ByTier(tiers["l1"], tiers["l2"], tiers["l3"]) if isinstance(tiers, dict) else None
-    return RoundReport(**fields, by_tier=by_tier)  # type: ignore[arg-type]
 
 
 def largest_gap(measured: RunReport, predicted: RunReport) -> float:

@@ -16,7 +16,7 @@ from hicache.tree.eviction import Candidates, Entry, EvictionPolicy, Key, Queued
 from hicache.tree.reuse import FRESH, REUSED, Kind, ReuseAges
 from hicache.types import Component, Tier
 
-_DOUBT = 1.25  # the newest goes before the oldest only if the oldest is worth this many times as much
+_DOUBT = 1.3  # the newest goes before the oldest only if the oldest is worth this many times as much
 
 USELESS = -1  # besides the kinds of accesses: a place where no hit can or will end
 _QUEUES = (FRESH, REUSED, USELESS)  # as indices

@@ -9,7 +9,7 @@ import pytest
 
 from hicache.bench.plot import plot_runs
 from hicache.bench.published import PUBLISHED
-from hicache.bench.report import ByTier, RunReport, TurnResult, by_round, percentile
+from hicache.bench.report import ByTier, RoundReport, RunReport, TurnResult, by_round, percentile
 from hicache.bench.workloads import WORKLOADS
 
 
@@ -42,6 +42,14 @@ def test_a_run_says_what_kept_tokens_below_the_ceiling_most_first() -> None:
     assert run.as_json()["missed_tokens"] == run.missed
     assert rounds[0].as_json()["missed_tokens"] == {"evicted": 3, "deadline": 4}
     assert "missed_tokens" not in by_round([turn(0, 10, 2)])[0].as_json()
+
+
+@pytest.mark.parametrize("by_tier", [None, ByTier(4, 2, 0)])
+@pytest.mark.parametrize("missed", [{}, {"evicted": 3}])
+def test_a_round_is_read_back_as_it_was_written(by_tier: ByTier | None, missed: dict[str, int]) -> None:
+    """Figures of today are compared with those of last month."""
+    row = RoundReport(2, 4, 10, 6, 0.6, 0.9, 0.1, 0.1, 0.2, by_tier, missed)
+    assert RoundReport.from_json(row.as_json()) == row
 
 
 def test_percentiles_are_values_that_occurred() -> None:
