@@ -88,7 +88,7 @@ class Prefetcher:
         if not usable and not self._executor.storage_bypassed:
             return
         page, tokens = self._rules.page_size, request.tokens
-        found = self._tree.match(request.scope, tokens, len(tokens) - 1)
+        found = self._match(request)
         limit = (len(tokens) - 1) // page
         looks = self._found[request.rid].looks + 1 if request.rid in self._found else 1
         self._found[request.rid] = _Found(found.host, looks)
@@ -164,11 +164,14 @@ class Prefetcher:
             return None
         if prefetch is not None and prefetch.reason not in _NOTHING_TO_FETCH:
             return None
-        tokens = request.tokens
-        if self._tree.match(request.scope, tokens, len(tokens) - 1).host >= found.host:
+        if self._match(request).host >= found.host:
             return None
         self.start(request)
         return self._by_rid.get(request.rid)
+
+    def _match(self, request: Request) -> Match:
+        """Find what memory has of a prompt; its last token is always computed."""
+        return self._tree.match(request.scope, request.tokens, len(request.tokens) - 1)
 
     def _cancel(self, prefetch: Prefetch) -> None:
         if prefetch.phase is not Phase.CROWDED:

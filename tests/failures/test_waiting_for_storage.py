@@ -211,6 +211,7 @@ def test_the_deadline_counts_what_storage_is_asked_for_only() -> None:
     bed.run("known", tokens(17))
     request, _ = bed.fetching(tokens(33))
     assert not bed.cache.ready(request)
+    assert bed.cache.next_deadline() == bed.clock.now() + 16.0, "an idle engine would wake up too early"
     bed.clock.advance(15.9)
     assert not bed.cache.ready(request)
     bed.clock.advance(0.2)
@@ -261,4 +262,28 @@ def test_a_queued_request_that_had_nothing_to_fetch_asks_for_what_the_host_has_l
     assert not bed.cache.ready(request)
     bed.drain()
     assert request.cached.storage == HELD_PAGES * 4
+    bed.check_quiet()
+
+
+def test_a_read_that_fits_beside_another_is_begun_at_once() -> None:
+    """Pages that the host has already would count as pages to bring, and the request wait for room it has."""
+    bed = ScriptedCache(host={FULL: 40}, prefetch_host_share=0.5)
+    other = tokens(33, seed=2)
+    bed.store_only(other)
+    bed.store_only(PROMPT)
+    bed.run("known", PROMPT[: HELD_PAGES * 4 + 1])
+    bed.begin("first", other)
+    bed.begin("second", PROMPT)
+    assert len(bed.executor.open_jobs(JobKind.FETCH)) == 2
+    bed.drain()
+    bed.check_quiet()
+
+
+def test_a_state_behind_the_last_token_is_no_reason_not_to_ask_storage() -> None:
+    """It cannot be resumed from, as the last token is computed; one before it may be stored."""
+    bed = ScriptedCache((FULL, MAMBA))
+    bed.run("whole", PROMPT)
+    bed.submit("r", PROMPT[:40])
+    assert bed.executor.open_jobs(JobKind.PROBE)
+    bed.drain()
     bed.check_quiet()

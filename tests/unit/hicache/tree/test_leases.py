@@ -175,6 +175,21 @@ def test_a_tombstone_is_recovered_only_inside_the_last_window(bed) -> None:
     b.tree.check_integrity()
 
 
+def test_a_window_that_is_computed_again_begins_with_one_access(bed) -> None:
+    """It would outlive windows that were used as often and more lately."""
+    b = bed((FULL, SWA), "lfu", window=2)
+    b.serve("abcd")
+    b.evict(4, SWA)
+    lease = b.lock("abcd", 0)
+    full, swa = b.take(DEVICE, FULL, 4), b.take(DEVICE, SWA, 4)
+    b.tree.insert(lease, array("I", map(ord, "abcd")), 0, 4, full=full, swa=swa, now=9.0)
+    b.tree.release(lease)
+    b.now = 10.0
+    b.serve("wxyz")
+    b.evict(1, SWA)
+    assert (b.match("abcd").device, b.match("wxyz").device) == (0, 4)
+
+
 def test_bad_calls_are_refused_before_anything_changes(bed) -> None:
     """A wrong length or range must not leave half an insert."""
     b = bed((FULL, SWA))
