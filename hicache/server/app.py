@@ -141,8 +141,9 @@ async def _submit(service: Service, replies: Sequence[Reply]) -> None:
     for i, reply in enumerate(replies):
         try:
             await asyncio.wrap_future(service.engine.submit(reply.request, reply.sink))
-        except BaseException:
-            for queued in replies[: i + 1]:
+        except BaseException as error:
+            # What was refused is not queued, and its id may be another's; what was cut off may be queued.
+            for queued in replies[: i if isinstance(error, Exception) else i + 1]:
                 service.engine.abort(queued.request.rid)
             raise
 
