@@ -7,9 +7,7 @@ get RankLost from the call they are in.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +18,6 @@ from hicache.errors import RankLost
 from hicache.transfer.agreement import Collective
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 
 class GlooRanks(Collective):
@@ -83,17 +79,14 @@ class GlooRanks(Collective):
 
     def _all(self, own: Tensor) -> list[Tensor]:
         everyone = [torch.empty_like(own) for _ in range(self._size)]
-        self._guarded(lambda: dist.all_gather(everyone, own, group=self._group))
-        return everyone
-
-    def _guarded(self, exchange: Callable[[], _T]) -> _T:
         try:
-            return exchange()
+            dist.all_gather(everyone, own, group=self._group)
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self._rank} of {self._size}: another rank of this replica is gone or stuck "
                 f"({_first_line(error)}); restart the whole replica"
             ) from error
+        return everyone
 
     def close(self) -> None:
         if self._owned:

@@ -6,7 +6,6 @@ everywhere. Whoever loses the others stops with RankLost.
 
 from __future__ import annotations
 
-import base64
 import logging
 from array import array
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ import msgspec
 from hicache.cache import SessionRefused
 from hicache.engine.reference import ReferenceEngine
 from hicache.engine.scheduler import RequestRefused
-from hicache.errors import BackendError, ConfigError, HiCacheError
+from hicache.errors import HiCacheError
 from hicache.request import Request
 from hicache.storage_backends.base import StorageBackend
 
@@ -28,10 +27,10 @@ _DETACH_S = 5.0
 
 class _Submit(msgspec.Struct, tag="submit", frozen=True):
     rid: str
-    tokens: str  # base64 of little-endian u32
+    tokens: bytes  # little-endian u32; msgspec writes bytes in base64
     prompt_length: int
     max_new_tokens: int
-    scope: str  # base64
+    scope: bytes
     priority: int
     session_id: str | None
     stop_tokens: list[int]
@@ -104,10 +103,10 @@ class Replica:
         self._say(
             _Submit(
                 request.rid,
-                base64.b64encode(request.tokens.tobytes()).decode(),
+                request.tokens.tobytes(),
                 request.prompt_length,
                 request.max_new_tokens,
-                base64.b64encode(request.scope).decode(),
+                request.scope,
                 request.priority,
                 request.session_id,
                 sorted(request.stop_tokens),
@@ -196,10 +195,10 @@ class Replica:
     def _submit(self, command: _Submit) -> None:
         request = Request(
             rid=command.rid,
-            tokens=array("I", base64.b64decode(command.tokens)),
+            tokens=array("I", command.tokens),
             prompt_length=command.prompt_length,
             max_new_tokens=command.max_new_tokens,
-            scope=base64.b64decode(command.scope),
+            scope=command.scope,
             priority=command.priority,
             session_id=command.session_id,
             stop_tokens=frozenset(command.stop_tokens),
@@ -230,7 +229,7 @@ class Replica:
         else:
             try:
                 opened = self._open_backend(command.name, command.options)
-            except (ConfigError, BackendError, HiCacheError) as failure:
+            except HiCacheError as failure:
                 error = str(failure)
         if self._ranks.any(opened is None):
             self.storage_error = error or f"{command.name} could not be opened on another rank"
