@@ -25,6 +25,7 @@ from hicache.tiers.device import DevicePools
 from hicache.tiers.host import HostMemory, HostPools
 from hicache.tiers.layouts import HostLayout
 from hicache.transfer.agreed import AgreedExecutor, agree_at_start
+from hicache.transfer.agreement import Collective
 from hicache.transfer.executor import TransferExecutor
 from hicache.types import Component
 
@@ -148,7 +149,7 @@ class ReferenceEngine:
         self.cache.close()
 
 
-def _agreed(settings: EngineSettings, ranks: GlooRanks) -> EngineSettings:
+def _agreed(settings: EngineSettings, ranks: Collective) -> EngineSettings:
     """Refuse settings that differ between ranks; take the smallest pools of all. Raises ConfigError."""
     facts = {
         "model": settings.model.model_id,
@@ -158,6 +159,7 @@ def _agreed(settings: EngineSettings, ranks: GlooRanks) -> EngineSettings:
         "max_running_requests": settings.max_running_requests,
         "final_token": settings.final_token.value,
         "settle": settings.settle.value,
+        "islands": settings.islands,
         **msgspec.to_builtins(settings.cache),
     }
     device, host = agree_at_start(ranks, [settings.sizes.device, settings.sizes.host], facts)
