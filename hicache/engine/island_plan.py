@@ -12,13 +12,8 @@ from hicache.errors import ConfigError
 
 
 def retained_tokens(window: int, page_size: int) -> int:
-    """Return the tokens of SWA that a running request keeps behind itself: max(w, p) + p, in whole pages."""
+    """Return the tokens of SWA that a running request keeps: the pages of its window, and one more."""
     return (-(-window // page_size) + 1) * page_size
-
-
-def frontier(length: int, window: int, page_size: int) -> int:
-    """Return the token before which SWA is given back when `length` tokens are computed: a page boundary."""
-    return max(0, (length - (max(window, page_size) + page_size)) // page_size * page_size)
 
 
 @dataclass(frozen=True, slots=True)
