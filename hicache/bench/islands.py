@@ -83,7 +83,9 @@ class LongRequests:
         if not 0 <= self.range_ratio <= 1:
             raise ConfigError(f"--random-range-ratio {self.range_ratio}: must be in [0, 1]")
         if not 1 <= self.accept_lengths[0] <= self.accept_lengths[1]:
-            raise ConfigError(f"--accept-length {self.accept_lengths}: write least-most, as in 1-16")
+            raise ConfigError(
+                f"--accept-length {'-'.join(map(str, self.accept_lengths))}: write least-most, as in 1-16"
+            )
 
     def requests(self) -> list[Request]:
         """Draw all of them; the same for the same seed."""
@@ -112,7 +114,7 @@ class IslandRun:
     running: int = 0  # sums over sampled steps
     computing: int = 0
     held: int = 0
-    most_running: int = 0
+    most_computing: int = 0
     retracted: int = 0
     evicted_windows: int = 0  # SWA pages
     wall_s: float = 0.0
@@ -132,7 +134,7 @@ class IslandRun:
             "max_total_tokens": self.arm.total_tokens,
             "requests": self.requests,
             "running_mean": round(self.mean(self.running), 2),
-            "running_max": self.most_running,
+            "running_max": self.most_computing,
             "computing_mean": round(self.mean(self.computing), 2),
             "swa_hold_per_request": round(self.hold),
             "retractions": self.retracted,
@@ -254,7 +256,7 @@ def _sample(report: IslandRun, cache: HiCache, scheduler: Scheduler, computing: 
     report.sampled += 1
     report.running += scheduler.num_running
     report.computing += computing
-    report.most_running = max(report.most_running, computing)
+    report.most_computing = max(report.most_computing, computing)
     report.held += cache.pools.held(Tier.DEVICE, SWA) * cache.rules.page_size
 
 

@@ -16,6 +16,7 @@ from hicache.bench import render
 from hicache.bench.islands import ARMS, Arm, IslandRun, LongRequests, Windows, run_arm
 from hicache.bench.report import JSON
 from hicache.bench.system import SimulatedSystem
+from hicache.cli.numbers import numbers
 from hicache.errors import ConfigError
 from hicache.types import Component
 
@@ -108,9 +109,9 @@ def islands(
         seed=seed,
     )
     workloads = [
-        replace(base, concurrency=int(offered), range_ratio=share)
-        for share in _numbers("--random-range-ratio", range_ratios)
-        for offered in _numbers("--max-concurrency", concurrency)
+        replace(base, concurrency=offered, range_ratio=share)
+        for share in numbers("--random-range-ratio", range_ratios, float)
+        for offered in numbers("--max-concurrency", concurrency, int)
     ]
     chosen = tuple(map(_arm, arms)) or ARMS
     runs: list[tuple[LongRequests, list[IslandRun]]] = []
@@ -127,13 +128,6 @@ def islands(
     if json_path is not None:
         with click.open_file(str(json_path), "w") as out:
             out.write(json.dumps(_as_json(system, runs), indent=1) + "\n")
-
-
-def _numbers(flag: str, text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{flag} {text!r}: write numbers, separated by commas") from error
 
 
 def _accept_lengths(text: str) -> tuple[int, int]:
@@ -165,7 +159,7 @@ def _table(workload: LongRequests, runs: Sequence[IslandRun]) -> Table:
         header_style="bold",
     )
     for name in (
-        "windows", "ratio", "FULL tokens", "running\nmean", "\nmost", "computing\nmean",
+        "windows", "ratio", "FULL tokens", "running\nmean", "computing\nmean", "\nmost",
         "SWA hold\nper request", "retractions", "SWA pages\nevicted", "steps",
     ):  # fmt: skip
         table.add_column(name, justify="left" if name == "windows" else "right")
@@ -175,8 +169,8 @@ def _table(workload: LongRequests, runs: Sequence[IslandRun]) -> Table:
             f"{run.arm.ratio:g}",
             f"{run.arm.total_tokens:,}",
             f"{run.mean(run.running):.1f}",
-            str(run.most_running),
             f"{run.mean(run.computing):.1f}",
+            str(run.most_computing),
             f"{run.hold:,.0f}",
             str(run.retracted),
             f"{run.evicted_windows:,}",

@@ -15,7 +15,7 @@ _COMMANDS = {
     "serve": ("hicache.cli.serve:serve", "Run the shared L3 daemon."),
     "launch-server": ("hicache.cli.launch_server:launch_server", "Serve the reference engine over HTTP."),
     "bench": ("hicache.cli.bench:bench", "Measure: multi-turn, islands, overlap, tree."),
-    "plan": ("hicache.cli.plan:plan", "Plan memory: the pool split of models with sliding windows."),
+    "plan": ("hicache.cli.plan:plan", "Plan memory: pools of published models, pool splits."),
     "replay": ("hicache.cli.replay:replay", "Replay a recorded trace against given tier sizes."),
     "sglang-flags": ("hicache.cli.sglang_flags:sglang_flags", "The command that starts SGLang with our L3."),
     "verify": ("hicache.cli.verify:verify", "Whether two servers give the same tokens."),

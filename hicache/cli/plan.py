@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
+from hicache.cli.numbers import numbers
 from hicache.cli.plan_pools import pools
 from hicache.config.sizes import ByteSize
 from hicache.engine.island_plan import IslandPlan, Split, TokenBytes
-from hicache.errors import ConfigError
-
-_N = TypeVar("_N", int, float)
 
 
 @click.group("plan")
@@ -90,8 +87,8 @@ def islands(
         running=max_running_requests,
         hold=hold_tokens,
     )
-    shares = _numbers("--swa-full-tokens-ratio", ratios, float)
-    given = _numbers("--max-total-tokens", totals, int) if totals.strip() else []
+    shares = numbers("--swa-full-tokens-ratio", ratios, float)
+    given = numbers("--max-total-tokens", totals, int) if totals.strip() else []
     given = given[: len(shares)] + [0] * (len(shares) - len(given))
     splits = [planned.split(share, total or None) for share, total in zip(shares, given, strict=True)]
     if json_path is None or str(json_path) != "-":
@@ -99,13 +96,6 @@ def islands(
     if json_path is not None:
         with click.open_file(str(json_path), "w") as out:
             out.write(json.dumps(_as_json(planned, splits), indent=1) + "\n")
-
-
-def _numbers(flag: str, text: str, kind: type[_N]) -> list[_N]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{flag} {text!r}: write numbers, separated by commas, as in 0.32,0.17") from error
 
 
 def _show(planned: IslandPlan, splits: list[Split]) -> None:
