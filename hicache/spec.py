@@ -34,12 +34,10 @@ class PoolSpec:
     dtype: str  # a numpy/torch name: float32, bfloat16, float16, uint8, int8
     rows_per_page: int
     ratio: int = 1  # tokens that a row stands for
-    state_of: tuple[
-        str, ...
-    ] = ()  # compressed pools whose unfinished groups this holds, as of the page's end
-    overlap: bool = (
-        False  # of a state: groups reach back into the one before, so it is needed at their ends too
-    )
+    # Compressed pools whose unfinished groups this holds, as of the page's end.
+    state_of: tuple[str, ...] = ()
+    # Of a state: groups reach back into the one before, so it is needed at their ends too.
+    overlap: bool = False
     at: tuple[int, ...] = ()  # the model layer that reads each layer; default: see ModelSpec.readers
 
     def __post_init__(self) -> None:
@@ -163,9 +161,8 @@ class ModelSpec:
         rows = max(1, self.page_size // pool.ratio)
         if pool.ratio > 1 and pool.rows_per_page != rows:
             raise SpecError(f"pool {pool.name}: {pool.rows_per_page} rows a page, its ratio makes {rows}")
-        ratios = {p.name: p.ratio for c in self.components for p in c.pools}
         for name in pool.state_of:
-            if ratios.get(name, 1) == 1:
+            if self._ratios.get(name, 1) == 1:
                 raise SpecError(f"pool {pool.name}: holds the state of {name!r}, which is no compressed pool")
         if pool.at and not 0 <= pool.at[0] <= pool.at[-1] < len(self.layers):
             raise SpecError(
@@ -215,16 +212,20 @@ class ModelSpec:
         restored = {name for pool in pools for name in pool.state_of}
         return self._pages_of([pool.ratio for pool in pools if pool.name not in restored])
 
+    @cached_property
+    def _ratios(self) -> Mapping[str, int]:
+        """Tokens a row, by pool."""
+        return {pool.name: pool.ratio for c in self.components for pool in c.pools}
+
     def _pages_of(self, ratios: Iterable[int]) -> int:
         return math.lcm(*(ratio // self.page_size for ratio in ratios if ratio > self.page_size))
 
     @cached_property
     def periods(self) -> Mapping[Component, int]:
         """After how many pages the parts of a component's objects repeat; 1 if all have the same."""
-        ratios = {pool.name: pool.ratio for c in self.components for pool in c.pools}
         return {
             c.component: self._pages_of(
-                [*(p.ratio for p in c.pools), *(ratios[name] for p in c.pools for name in p.state_of)]
+                [*(p.ratio for p in c.pools), *(self._ratios[name] for p in c.pools for name in p.state_of)]
             )
             for c in self.components
         }
@@ -236,8 +237,7 @@ class ModelSpec:
     def absent(self, component: Component, phase: int) -> frozenset[str]:
         """Names of a family's pools that have nothing for pages of this phase."""
         end = (phase + 1) * self.page_size  # which groups have ended there repeats with the period
-        ratios = {pool.name: pool.ratio for c in self.components for pool in c.pools}
-        absent = set()
+        absent, ratios = set(), self._ratios
         for pool in self[component].pools:
             if pool.ratio > self.page_size and end % pool.ratio:
                 absent.add(pool.name)  # its group goes on

@@ -25,14 +25,18 @@ class Stalled(HiCacheError):
 class InProcessDriver:
     """Feeds one scheduler with one workload. `scheduler.on_finish` must be `finished` of this driver."""
 
-    def __init__(self, workload: Workload, on_result: Callable[[TurnResult], None]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        on_result: Callable[[TurnResult], None],
+        on_sent: Callable[[Turn], None] = lambda turn: None,
+    ) -> None:
         self._traffic = Traffic(workload)
         self._workload = workload
-        self._on_result = on_result
+        self._on_result, self._on_sent = on_result, on_sent
         self._open: dict[str, Turn] = {}
         self._over: list[str] = []  # sessions to close once their last request has ended
         self.results: list[TurnResult] = []
-        self.sent: list[Turn] = []
 
     def finished(self, request: Request) -> None:
         """Take a finished request; the scheduler calls this."""
@@ -81,7 +85,7 @@ class InProcessDriver:
         while (due := self._traffic.due_at()) is not None and due <= now:
             turn = self._traffic.take(now)
             self._open[turn.rid] = turn
-            self.sent.append(turn)
+            self._on_sent(turn)
             scheduler.submit(
                 Request(
                     rid=turn.rid,

@@ -31,7 +31,7 @@ def plot_runs(
     no bar. Raises ValueError without such a run.
     """
     if unmeasured := {run.tiers for run in predicted} - {run.tiers for run in runs}:
-        raise ValueError(f"a prediction of {', '.join(unmeasured)}, of which there is no run")
+        raise ValueError(f"a prediction of {', '.join(sorted(unmeasured))}, of which there is no run")
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(10.5, 4.6), dpi=160, layout="constrained")
         curve, bars = figure.subplots(1, 2, width_ratios=(3.2, 1))
@@ -80,18 +80,7 @@ def _draw_curves(
         first = run.tiers not in {other.tiers for other in runs[:place]}
         readings = published.hit_percent.get(run.tiers) if published and first else None
         if published and readings:
-            axes.plot(
-                published.rounds,
-                readings,
-                color=color,
-                linestyle="none",
-                marker="o",
-                markersize=5,
-                markerfacecolor="white",
-                markeredgewidth=1.2,
-                label=f"{run.tiers.upper()}, published",
-                zorder=4,
-            )
+            _circles(axes, published.rounds, readings, color, f"{run.tiers.upper()}, published")
     axes.set_xlabel("round (each client extends its conversation)")
     axes.set_ylabel("hit rate, % of prompt tokens")
     axes.set_ylim(-3, 103)
@@ -102,18 +91,24 @@ def _draw_curves(
 
 def _draw_predictions(axes: Axes, predicted: Sequence[RunReport], colors: Mapping[str, str]) -> None:
     for run in predicted:
-        axes.plot(
-            [r.round for r in run.rounds],
-            [100 * r.hit_rate for r in run.rounds],
-            color=colors[run.tiers],
-            linestyle="none",
-            marker="o",
-            markersize=5,
-            markerfacecolor="white",
-            markeredgewidth=1.2,
-            label=f"{run.tiers.upper()}, virtual time",
-            zorder=4,
-        )
+        rates = [100 * r.hit_rate for r in run.rounds]
+        label = f"{run.tiers.upper()}, virtual time"
+        _circles(axes, [r.round for r in run.rounds], rates, colors[run.tiers], label)
+
+
+def _circles(axes: Axes, rounds: Sequence[int], percent: Sequence[float], color: str, label: str) -> None:
+    axes.plot(
+        rounds,
+        percent,
+        color=color,
+        linestyle="none",
+        marker="o",
+        markersize=5,
+        markerfacecolor="white",
+        markeredgewidth=1.2,
+        label=label,
+        zorder=4,
+    )
 
 
 def _draw_bars(

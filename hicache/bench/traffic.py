@@ -85,11 +85,10 @@ class Traffic:
         self._not_before = sent_at + (0.0 if math.isinf(rate) else self._arrivals.expovariate(rate))
         if self.workload.begins(client, round_):
             self._conversations[client] = self.workload.opening(client, round_)
+            self._begun[client] = round_
         conversation = self._conversations[client]
         history = len(conversation)
         conversation.extend(self.workload.question(client, round_))
-        if self.workload.begins(client, round_):
-            self._begun[client] = round_
         return Turn(
             client=client,
             round=round_,

@@ -84,8 +84,9 @@ def run_virtual(
     future: list[Turn] | None = None
     if eviction_policy == Belady.name:
         for _ in range(_BELADY_REHEARSALS):
-            driver, _, _ = _run(workload, system, tiers, eviction_policy, final_token, lambda _: None, future)
-            future = driver.sent
+            sent: list[Turn] = []
+            _run(workload, system, tiers, eviction_policy, final_token, lambda _: None, future, sent.append)
+            future = sent
     driver, cache, duration = _run(workload, system, tiers, eviction_policy, final_token, on_result, future)
     return RunReport(
         tiers=tiers.value,
@@ -106,6 +107,7 @@ def _run(
     final_token: FinalToken,
     on_result: Callable[[TurnResult], None],
     future: list[Turn] | None,
+    on_sent: Callable[[Turn], None] = lambda turn: None,
 ) -> tuple[InProcessDriver, HiCache, float]:
     """Run once; return the driver, the cache at the end, and the virtual seconds."""
     clock = ManualClock()
@@ -124,7 +126,7 @@ def _run(
         storage=VirtualStorage(system.l3_bytes) if tiers is Tiers.L1_L2_L3 else None,
         policy=policy,
     )
-    driver = InProcessDriver(workload, on_result)
+    driver = InProcessDriver(workload, on_result, on_sent)
     scheduler = Scheduler(
         cache,
         VirtualRunner(

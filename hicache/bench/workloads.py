@@ -116,10 +116,11 @@ class Workload:
 
     def begins(self, client: int, round_: int) -> bool:
         """Tell whether a client begins a new conversation with a round."""
-        half = self.churn_later is not None and round_ >= self.num_rounds // 2
-        if round_ == 0 or (half and round_ == self.num_rounds // 2):
+        share, half_way = self.churn, self.num_rounds // 2
+        if self.churn_later is not None and round_ >= half_way:
+            share = 1.0 if round_ == half_way else self.churn_later
+        if round_ == 0:
             return True
-        share = self.churn_later if half and self.churn_later is not None else self.churn
         return share > 0 and self._draw(f"end/{client}/{round_}") < share
 
     def ends(self, client: int, round_: int) -> bool:

@@ -54,9 +54,8 @@ class ReferenceConfig:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
-    index_dim: int = (
-        8  # the sidecar of FULL: one indexer key per token, or per row of `indexed_ratio`; 0: none
-    )
+    # The sidecar of FULL: one indexer key per token, or per row of `indexed_ratio`; 0: none.
+    index_dim: int = 8
     mlp: int = 128
     vocab: int = 512
     window: int = 64  # tokens before a position that SWA sees, besides the position itself

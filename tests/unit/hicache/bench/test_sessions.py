@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -51,9 +52,8 @@ def test_naming_and_closing_conversations_leaves_the_room_to_those_that_go_on(po
     """The point of sessions: what is over would otherwise push out what comes back."""
     rates = []
     for sessions in (False, True):
-        workload = Workload(**{f: getattr(CHURNED, f) for f in CHURNED.__slots__} | {"sessions": sessions})
         run = run_virtual(
-            workload,
+            replace(CHURNED, sessions=sessions),
             SimulatedSystem(max_total_tokens=14_000),
             tiers=Tiers.L1,
             eviction_policy=policy,
