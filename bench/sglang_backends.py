@@ -30,6 +30,7 @@ from typing import Any
 
 import click
 
+from hicache.bench.report import percentile
 from hicache.testing.daemon import DaemonProcess
 from hicache.testing.services import HOST, MooncakeMaster, MooncakeOwner
 
@@ -157,11 +158,6 @@ BACKENDS = {
 }
 
 
-def quantile(values: list[float], q: float) -> float:
-    """Return the value that a share q of the values is below."""
-    return sorted(values)[min(len(values) - 1, int(q * len(values)))]
-
-
 @click.command()
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Where the result goes.")
 @click.option("--prompts", default=6, help="Prompts, stored and fetched one after the other.")
@@ -206,12 +202,12 @@ def main(path: Path | None, prompts: int, pages: int, rounds: int, only: tuple[s
         f"{'store, ms':>11}{'stored':>13}  equal"
     )
     for row in rows:
-        hit = [1000 * s for s in row["hit_seconds"]]
-        device = [1000 * s for s in row["device_seconds"]]
+        hit = sorted(1000 * s for s in row["hit_seconds"])
+        device = sorted(1000 * s for s in row["device_seconds"])
         row["hit_share"] = sum(row["hit_tokens"]) / asked
         print(
             f"{row['backend']:25}{sum(row['hit_tokens']):>12,}{statistics.median(hit):>12.1f}"
-            f"{quantile(hit, 0.9):>8.1f}{statistics.median(device):>11.1f}{quantile(device, 0.9):>8.1f}"
+            f"{percentile(hit, 0.9):>8.1f}{statistics.median(device):>11.1f}{percentile(device, 0.9):>8.1f}"
             f"{1000 * statistics.median(row['store_seconds']):>11.1f}{row['stored_bytes']:>13,}"
             f"  {row['equal']}"
         )
