@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Mapping
@@ -17,27 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InitLoadBackParams, InsertParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.linker_factory import (
     create_unified_cache_linker,
     get_startup_linker_config,
 )
-from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.server_args import ServerArgs
 
 DRIVER = Path(__file__).parents[1] / "tests/sglang/engine/drive_tree.py"
 PAGE, LAYERS, HEADS, DIM = 64, 8, 4, 64
 BOUND_S = 120.0
 
 
-def driver() -> Any:
+def load_driver() -> Any:
     """Return the tests' driver of SGLang's tree as a module."""
     spec = importlib.util.spec_from_file_location("drive_tree", DRIVER)
     assert spec is not None
@@ -45,6 +39,9 @@ def driver() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+driver = load_driver()
 
 
 def prompt(number: int, pages: int) -> array[int]:
@@ -56,16 +53,9 @@ class Replica:
     """SGLang's cache with one backend."""
 
     def __init__(self, storage: str, extra: Mapping[str, object], prompts: int, pages: int) -> None:
-        with tempfile.NamedTemporaryFile() as meeting:
-            dist.init_process_group("gloo", init_method=f"file://{meeting.name}.init", rank=0, world_size=1)
-        load_plugins()
+        driver.join()
         arguments = ServerArgs(model_path="dummy", page_size=PAGE, device="cpu", **self.flags(storage, extra))
-        arguments._mamba_cache_chunk_size = PAGE  # noqa: SLF001  # a model's own loader sets it
-        set_global_server_args_for_scheduler(arguments)
-        axes = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
-        get_parallel().override_permanently(
-            **{f"{axis}_rank": 0 for axis in axes}, **{f"{axis}_size": 1 for axis in axes}
-        )
+        driver.serve_with(arguments)
         self.engine = self.make_engine(prompts * pages * PAGE)("rust", "full", arguments)
         self.prompts, self.pages = prompts, pages
 
@@ -85,28 +75,8 @@ class Replica:
     def make_engine(self, slots: int) -> type[Any]:
         """Return the test's engine with pools of the size measured here."""
 
-        class Engine(driver().Engine):  # type: ignore[misc]
-            """Real pools of many tokens."""
-
-            pause_s = 0.0002
-
-            def _make_pools(self) -> None:
-                self.pool = MHATokenToKVPool(
-                    size=slots,
-                    page_size=PAGE,
-                    dtype=torch.bfloat16,
-                    head_num=HEADS,
-                    head_dim=DIM,
-                    layer_num=LAYERS,
-                    device="cpu",
-                    enable_memory_saver=False,
-                )
-                self.full = self.pool
-                self.allocator = PagedTokenToKVPoolAllocator(
-                    slots, PAGE, torch.bfloat16, "cpu", self.pool, False
-                )
-
-        return Engine
+        sizes = {"page": PAGE, "slots": slots, "layers": LAYERS, "heads": HEADS, "dim": DIM}
+        return type("Engine", (driver.Engine,), {**sizes, "pause_s": 0.0002})
 
     def settle(self, done: Callable[[], bool]) -> None:
         """Let SGLang handle its events until `done`. Raises TimeoutError if that takes too long."""

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from drive_tree import join, serve_with
 
 PAGE, PAGES, LAYERS, DIM = 64, 8, 3, 64
 HASHES = [f"{i:064x}" for i in range(1, 4)]
@@ -141,22 +141,14 @@ class Heard(logging.Handler):
 
 
 def main() -> None:
-    with tempfile.NamedTemporaryFile() as meeting:
-        dist.init_process_group("gloo", init_method=f"file://{meeting.name}.init", rank=0, world_size=1)
+    join()
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    from sglang.srt.server_args import ServerArgs
 
     from hicache.errors import ConfigError
     from hicache.integrations.sglang.linker import differences
 
-    load_plugins()
-    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=PAGE, device="cpu"))
-    axes = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
-    get_parallel().override_permanently(
-        **{f"{axis}_rank": 0 for axis in axes}, **{f"{axis}_size": 1 for axis in axes}
-    )
+    serve_with(ServerArgs(model_path="dummy", page_size=PAGE, device="cpu"))
     heard = Heard()
     logging.getLogger("hicache").addHandler(heard)
     extra: dict[str, object] = {"address": sys.argv[1], "weight_version": "1", "model_id": "m"}

@@ -14,13 +14,13 @@ import json
 import os
 import random
 import sys
-import tempfile
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from drive_tree import Engine as TreeEngine
+from drive_tree import join, serve_with
 
 PAGE, SLOTS, WINDOW = 16, 1280, 32
 LONGEST = 512
@@ -81,13 +81,14 @@ class Records:
         return min(ends, key=lambda end: end[0])[1]
 
 
-class Engine:
+class Engine(TreeEngine):
     """A cache with its pools, and requests on it."""
+
+    page, slots, window = PAGE, SLOTS, WINDOW
+    layers, heads, dim = 2, 1, 8
 
     def __init__(self, components: str, tiers: str) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
         from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
         from sglang.srt.runtime_context import get_server_args
@@ -95,21 +96,11 @@ class Engine:
         self.swa = components == "full+swa"
         self._make_pools()
         self._evict_params = EvictParams
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=ReqToTokenPool(
-                size=4, max_context_len=4096, device="cpu", enable_memory_saver=False
-            ),
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
-            sliding_window_size=WINDOW if self.swa else None,
-            tp_cache_group=dist.new_group([0]),
-        )
         worker = SimpleNamespace(register_hicache_layer_transfer_counter=lambda counter: None)
         self.cache = create_tree_cache(
             TreeCacheBuildContext(
                 server_args=get_server_args(),
-                params=params,
+                params=self._params(),
                 is_hybrid_swa=self.swa,
                 is_hybrid_ssm=False,
                 enable_hierarchical_cache=tiers == "l1+l2",
@@ -122,7 +113,7 @@ class Engine:
                 full_tokens_per_layer=1,
             )
         )
-        self.full = ComponentType.FULL
+        self.component = ComponentType.FULL
         self.core = self.cache.tree_core
         self.records = Records(self.core)
         if not hasattr(self.core, "policy"):
@@ -131,40 +122,10 @@ class Engine:
         self.wrong: list[str] = []
         self._compare()
 
-    def _make_pools(self) -> None:
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-        from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-        from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-        shape = {"page_size": PAGE, "dtype": torch.bfloat16, "head_num": 1, "head_dim": 8, "device": "cpu"}
-        if not self.swa:
-            self.pool: Any = MHATokenToKVPool(size=SLOTS, layer_num=1, enable_memory_saver=False, **shape)
-            self.allocator: Any = PagedTokenToKVPoolAllocator(
-                SLOTS, PAGE, torch.bfloat16, "cpu", self.pool, False
-            )
-            return
-        self.pool = SWAKVPool(
-            size=SLOTS,
-            size_swa=SLOTS,
-            swa_attention_layer_ids=[1],
-            full_attention_layer_ids=[0],
-            **shape,
-        )
-        self.allocator = SWATokenToKVPoolAllocator(
-            size=SLOTS,
-            size_swa=SLOTS,
-            kvcache=self.pool,
-            need_sort=False,
-            page_size=PAGE,
-            dtype=torch.bfloat16,
-            device="cpu",
-        )
-
     def _compare(self) -> None:
         """Look at every leaf as it goes."""
         core = self.core
-        component = core.components_by_type[self.full]
+        component = core.components_by_type[self.component]
         device, host = core.evict_device_leaf, core._evict_host_leaf
 
         def on_device(node_id: int, is_write_back: bool) -> Any:
@@ -173,7 +134,7 @@ class Engine:
             return device(node_id, is_write_back)
 
         def on_host(node: Any, *rest: Any, **named: Any) -> Any:
-            if self._driving is self.full:
+            if self._driving is self.component:
                 self._judge("host", node, core.evictable_host_leaves)
             return host(node, *rest, **named)
 
@@ -201,16 +162,12 @@ class Engine:
             self.wrong.append(f"{tier}: {gone.id} went, {wanted.id} should have")
 
     def take_slots(self, count: int) -> torch.Tensor:
-        available = self.cache._component_available_size(self.full)
+        available = self.cache._component_available_size(self.component)
         short = max(0, count - available)
         window = max(0, count - self.allocator.swa_available_size()) if self.swa else 0
         if short or window:
             self.cache.evict(self._evict_params(num_tokens=short, swa_num_tokens=window))
-        if not self.swa:
-            return self.allocator.alloc(count)
-        full = self.allocator.full_attn_allocator.alloc(count)
-        self.allocator.set_full_to_swa_mapping(full, self.allocator.swa_attn_allocator.alloc(count))
-        return full
+        return super().take_slots(count)
 
     def start(self, rid: str, ids: list[int], reply: int) -> Any:
         """Admit a request, compute its prompt and publish it."""
@@ -250,16 +207,15 @@ class Engine:
 
     def look(self, ids: list[int], chance: random.Random) -> None:
         """Match some of a path, as for a request that waits and is never admitted: that uses nothing."""
-        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         upto = chance.randrange(len(ids))
-        self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", ids[:upto]))))
+        self.match(RadixKey(array("q", ids[:upto])))
 
-    def settle(self) -> None:
+    def write_through(self) -> None:
+        """Wait until L2 has what is on its way there."""
         if self.cache.cache_controller is not None:
-            while self.cache.ongoing_write_through:
-                self.cache.check_hicache_events()
+            assert self.settle(lambda: not self.cache.ongoing_write_through)
 
 
 def play(engine: Engine, seed: int, requests: int) -> dict[str, Any]:
@@ -285,7 +241,7 @@ def play(engine: Engine, seed: int, requests: int) -> dict[str, Any]:
             engine.end(req, found, reply)
             talk += reply
         talks = [talk for talk in talks if len(talk) < LONGEST]
-        engine.settle()
+        engine.write_through()
         engine.cache.sanity_check()
     room = engine.allocator.full_available_size() if engine.swa else engine.allocator.available_size()
     held = engine.cache.full_evictable_size() + engine.cache.full_protected_size()
@@ -294,13 +250,8 @@ def play(engine: Engine, seed: int, requests: int) -> dict[str, Any]:
 
 def main() -> None:
     components, tiers, seed, requests, *policy = sys.argv[1:]
-    with tempfile.NamedTemporaryFile() as meeting:
-        dist.init_process_group("gloo", init_method=f"file://{meeting.name}.init", rank=0, world_size=1)
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    join()
+    from sglang.srt.server_args import ServerArgs
 
     arguments = ServerArgs(
         model_path="dummy",
@@ -313,12 +264,7 @@ def main() -> None:
         hicache_io_backend="direct",
         hicache_mem_layout="page_first_direct",
     )
-    arguments._mamba_cache_chunk_size = PAGE
-    set_global_server_args_for_scheduler(arguments)
-    axes = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
-    get_parallel().override_permanently(
-        **{f"{axis}_rank": 0 for axis in axes}, **{f"{axis}_size": 1 for axis in axes}
-    )
+    serve_with(arguments)
     engine = Engine(components, tiers)
     report = {"cache": type(engine.cache).__name__, "core": type(engine.core).__name__}
     if not policy:

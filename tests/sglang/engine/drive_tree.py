@@ -26,6 +26,28 @@ PAGE, PAGES, WINDOW, SLOTS = 64, 8, 128, 2048
 BOUND_S = 60.0
 
 
+def join() -> None:
+    """Make this process the only rank of a group, and load SGLang's plugins."""
+    with tempfile.NamedTemporaryFile() as meeting:
+        dist.init_process_group("gloo", init_method=f"file://{meeting.name}.init", rank=0, world_size=1)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+
+
+def serve_with(arguments: Any) -> None:
+    """Make these the arguments of the server whose only rank this process is."""
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.server_args import set_global_server_args_for_scheduler
+
+    arguments._mamba_cache_chunk_size = arguments.page_size  # a model's own loader sets it
+    set_global_server_args_for_scheduler(arguments)
+    axes = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
+    get_parallel().override_permanently(
+        **{f"{axis}_rank": 0 for axis in axes}, **{f"{axis}_size": 1 for axis in axes}
+    )
+
+
 def server_args(interface: int, layout: str, address: str) -> Any:
     from sglang.srt.server_args import ServerArgs
 
@@ -38,7 +60,7 @@ def server_args(interface: int, layout: str, address: str) -> Any:
         "model_id": "tree",
         "weight_version": "1",
     }
-    arguments = ServerArgs(
+    return ServerArgs(
         model_path="dummy",
         page_size=PAGE,
         device="cpu",
@@ -50,38 +72,42 @@ def server_args(interface: int, layout: str, address: str) -> Any:
         hicache_storage_prefetch_policy="wait_complete",
         hicache_storage_backend_extra_config=json.dumps(extra),
     )
-    arguments._mamba_cache_chunk_size = PAGE
-    return arguments
 
 
 class Engine:
     """A cache with its pools, as a scheduler of one rank has them."""
 
+    page, slots, window = PAGE, SLOTS, WINDOW
+    layers, heads, dim = 3, 2, 16
     pause_s = 0.005
 
     def __init__(self, core: str, components: str, arguments: Any) -> None:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
         from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         self.swa = components == "full+swa"
         kinds = (ComponentType.FULL, ComponentType.SWA) if self.swa else (ComponentType.FULL,)
         self._make_pools()
-        params = CacheInitParams(
+        params = self._params(tree_components=kinds, tree_core_backend=core)
+        self.cache = UnifiedRadixCache(params)
+        self.attach(arguments, params)
+
+    def _params(self, **tree: Any) -> Any:
+        """What SGLang makes a cache on these pools from."""
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+        return CacheInitParams(
             disable=False,
             req_to_token_pool=ReqToTokenPool(
                 size=4, max_context_len=4096, device="cpu", enable_memory_saver=False
             ),
             token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
-            tree_components=kinds,
-            tree_core_backend=core,
-            sliding_window_size=WINDOW if self.swa else None,
+            page_size=self.page,
+            sliding_window_size=self.window if self.swa else None,
             tp_cache_group=dist.new_group([0]),
+            **tree,
         )
-        self.cache = UnifiedRadixCache(params)
-        self.attach(arguments, params)
 
     def attach(self, arguments: Any, params: Any) -> None:
         """Put the host tier and its storage behind the tree."""
@@ -93,25 +119,27 @@ class Engine:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
         from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-        shape = {"page_size": PAGE, "dtype": torch.bfloat16, "head_num": 2, "head_dim": 16, "device": "cpu"}
-        common = {"page_size": PAGE, "dtype": torch.bfloat16, "device": "cpu"}
+        common = {"page_size": self.page, "dtype": torch.bfloat16, "device": "cpu"}
+        shape = {"head_num": self.heads, "head_dim": self.dim, **common}
         if not self.swa:
-            self.pool: Any = MHATokenToKVPool(size=SLOTS, layer_num=3, enable_memory_saver=False, **shape)
+            self.pool: Any = MHATokenToKVPool(
+                size=self.slots, layer_num=self.layers, enable_memory_saver=False, **shape
+            )
             self.full = self.pool
             self.allocator: Any = PagedTokenToKVPoolAllocator(
-                SLOTS, PAGE, torch.bfloat16, "cpu", self.pool, False
+                self.slots, self.page, torch.bfloat16, "cpu", self.pool, False
             )
             return
         self.pool = SWAKVPool(
-            size=SLOTS,
-            size_swa=SLOTS,
-            swa_attention_layer_ids=[0, 1],
-            full_attention_layer_ids=[2],
+            size=self.slots,
+            size_swa=self.slots,
+            swa_attention_layer_ids=list(range(self.layers - 1)),
+            full_attention_layer_ids=[self.layers - 1],
             **shape,
         )
         self.full = self.pool.full_kv_pool
         self.allocator = SWATokenToKVPoolAllocator(
-            size=SLOTS, size_swa=SLOTS, kvcache=self.pool, need_sort=False, **common
+            size=self.slots, size_swa=self.slots, kvcache=self.pool, need_sort=False, **common
         )
 
     def take_slots(self, count: int) -> torch.Tensor:
@@ -134,7 +162,7 @@ class Engine:
 
     def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a sequence in every pool; of a window pool the last window."""
-        last = self.window_slots(slots)[-WINDOW:] if self.swa else slots
+        last = self.window_slots(slots)[-self.window :] if self.swa else slots
         return [buffer[last if window else slots].clone() for window, buffer in self.buffers()]
 
     def settle(self, done: Any) -> bool:
@@ -247,20 +275,9 @@ def run(role: str, core: str, components: str, arguments: Any) -> dict[str, Any]
 
 def main() -> None:
     role, core, components, interface, layout, address = sys.argv[1:]
-    with tempfile.NamedTemporaryFile() as meeting:
-        dist.init_process_group("gloo", init_method=f"file://{meeting.name}.init", rank=0, world_size=1)
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.server_args import set_global_server_args_for_scheduler
-
+    join()
     arguments = server_args(int(interface), layout, address)
-    set_global_server_args_for_scheduler(arguments)
-    axes = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "attn_dcp")
-    get_parallel().override_permanently(
-        **{f"{axis}_rank": 0 for axis in axes}, **{f"{axis}_size": 1 for axis in axes}
-    )
+    serve_with(arguments)
     sys.stdout.write(json.dumps(run(role, core, components, arguments)) + "\n")
     sys.stdout.flush()
     os._exit(0)  # SGLang's threads are not made to be joined

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from hicache.integrations.sglang.launch import Replica, plan, read_flags
 from hicache.integrations.sglang.remarks import Effect
+from hicache.testing.sglang_driver import reported
 
 _RESOLVE = """
 import json, sys
@@ -82,11 +81,7 @@ def asked(setting: str) -> dict[str, Any]:
 def resolved() -> list[Any]:
     """SGLang's answer to every setting: the fields as it would use them, or why it refuses."""
     fields = json.dumps([asked(setting) for setting in SETTINGS])
-    result = subprocess.run(
-        [sys.executable, "-c", _RESOLVE, fields], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    answers: list[Any] = json.loads(result.stdout.splitlines()[-1])
+    answers: list[Any] = reported("-c", _RESOLVE, fields)
     return answers
 
 

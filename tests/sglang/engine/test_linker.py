@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicache.testing.daemon import DaemonProcess
+from hicache.testing.sglang_driver import reported
 
 DRIVER = Path(__file__).with_name("drive_linker.py")
 BUFFERS = {"mha": 6, "mla": 3, "dsa": 6, "swa": 6}  # K and V, or KV, or KV and indexer, of three layers
@@ -20,11 +18,7 @@ BUFFERS = {"mha": 6, "mla": 3, "dsa": 6, "swa": 6}  # K and V, or KV, or KV and 
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the driver saw."""
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), arguments=["--capacity", "64MiB"]) as daemon:
-        ran = subprocess.run(
-            [sys.executable, str(DRIVER), daemon.address], capture_output=True, text=True, timeout=300
-        )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    said: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+        said: dict[str, Any] = reported(str(DRIVER), daemon.address)
     return said
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from hicache.testing.sglang_cliff import (
     url_flags,
     virtual_flags,
 )
+from hicache.testing.sglang_driver import reported
 from hicache.testing.sglang_server import START_S, make_model
 
 DRIVER = Path(__file__).with_name("drive_radix.py")
@@ -34,11 +34,7 @@ REQUESTS = "300"
 
 
 def drive(*arguments: str) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, str(DRIVER), *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    report: dict[str, Any] = reported(str(DRIVER), *arguments)
     return report
 
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicache.testing.daemon import running_daemon
+from hicache.testing.sglang_driver import reported
 
 DRIVER = Path(__file__).with_name("drive_tree.py")
 TOKENS = 512
 
 
 def drive(*arguments: str) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, str(DRIVER), *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    report: dict[str, Any] = reported(str(DRIVER), *arguments)
     return report
 
 
