@@ -8,7 +8,6 @@ a read still fills stay held until the read ends (law 9).
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -95,7 +94,7 @@ class Prefetcher:
         before = self._by_rid.pop(request.rid, None)
         few = (limit - found.host) * page < self._threshold
         why = Shortfall.BELOW_THRESHOLD if few else None if usable else Shortfall.BREAKER_OPEN
-        if why is None and not self._weighing.storage_pays(found, limit, self._reading()):
+        if why is None and not self._weighing.storage_pays(found, limit):
             why = Shortfall.RECOMPUTE
         if why is not None:
             self._stats.prefetch[why.value] += 1
@@ -438,14 +437,6 @@ class Prefetcher:
         """Every prefetch that may hold host pages; those of withdrawn requests until their read ends."""
         withdrawn = [p for p in self._fetching.values() if self._by_rid.get(p.request.rid) is not p]
         return [*self._by_rid.values(), *withdrawn]
-
-    def _reading(self) -> Counter[Component]:
-        """Pages (states) that reads in flight are to bring."""
-        reading: Counter[Component] = Counter()
-        for prefetch in self._fetching.values():
-            for part in prefetch.parts:
-                reading[part.component] += len(part.positions)
-        return reading
 
     def _reserved(self) -> int:
         """FULL host pages that queued requests hold: reads in flight and what they hang on, and what was

@@ -57,16 +57,16 @@ class Weighing:
         }
         return self._pays(Tier.HOST, counts, tokens)
 
-    def storage_pays(self, found: Match, limit: int, waiting: Mapping[Component, int]) -> bool:
-        """Whether to ask storage for pages beyond the host's, up to `limit`; `waiting` is being read."""
+    def storage_pays(self, found: Match, limit: int) -> bool:
+        """Whether to ask storage for pages beyond the host's, up to `limit`."""
         counts = {FULL: limit - found.full, SWA: min(self._window, limit), MAMBA: 1}
-        return self._pays(Tier.STORAGE, counts, (limit - found.host) * self._page, self._size(waiting))
+        return self._pays(Tier.STORAGE, counts, (limit - found.host) * self._page)
 
-    def _pays(self, tier: Tier, counts: Mapping[Component, int], tokens: int, waiting: int = 0) -> bool:
+    def _pays(self, tier: Tier, counts: Mapping[Component, int], tokens: int) -> bool:
         if not self._on:
             return True
         now, size = self._clock.now(), self._size(counts)
-        choice = self.measured.choose(tier, size=size, tokens=tokens, waiting=waiting, now=now)
+        choice = self.measured.choose(tier, size=size, tokens=tokens, now=now)
         return choice is not Choice.RECOMPUTE
 
     def _size(self, counts: Mapping[Component, int]) -> int:

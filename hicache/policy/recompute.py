@@ -90,14 +90,17 @@ class LoadOrRecompute:
         if tokens > 0 and seconds > 0:
             self._prefill.append(seconds / tokens)
 
-    def choose(self, tier: Tier, *, size: int, tokens: int, waiting: int = 0, now: float) -> Choice:
-        """Decide about a hit of `tokens` that takes `size` bytes from `tier`, behind `waiting` bytes."""
+    def choose(self, tier: Tier, *, size: int, tokens: int, now: float) -> Choice:
+        """Decide about a hit of `tokens` that takes `size` bytes from `tier`.
+
+        What waits in front of it is left out on both sides: whoever computes instead of loading joins
+        another queue, and the one that gets through more tokens per second is shorter in the end.
+        """
         way = self._ways[tier]
         load_s = way.times.seconds(size)
         if load_s is None or len(self._prefill) < _ENOUGH or size <= 0:
             way.recomputes, way.loaded_at = False, now
             return Choice.LOAD
-        load_s += load_s / size * waiting
         compute_s = median(self._prefill) * tokens
         if way.recomputes:
             way.recomputes = load_s * (1 + self._margin) >= compute_s

@@ -146,6 +146,15 @@ def test_deepseek_gives_every_published_reading_within_a_point(tiers: Tiers) -> 
         assert sum(r.ttft_mean_s for r in report.rounds) / len(report.rounds) < 9.0
 
 
+def test_a_queue_of_reads_is_no_reason_to_compute() -> None:
+    """48 conversations come at once: whoever is computed because many read before it waits far longer."""
+    workload, system = WORKLOADS["deepseek-v4-flash"], SYSTEMS["deepseek-v4-flash"]
+    workload = replace(workload, num_rounds=10, max_parallel=workload.num_clients)
+    system = replace(system, max_total_tokens=system.max_total_tokens // 16)
+    report = run(workload, system, Tiers.L1_L2_L3)
+    assert max(r.distance for r in report.rounds) < 0.01
+
+
 def test_without_the_final_token_a_turn_of_whole_pages_loses_its_last_page() -> None:
     """The published system counts the last sampled token as cached; an engine that does not, loses a page."""
     workload = Workload("w", num_clients=1, num_rounds=3, request_length=112, output_length=16)

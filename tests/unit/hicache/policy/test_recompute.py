@@ -19,10 +19,8 @@ def policy(*, load_s: float, prefill_tokens_per_s: float = 1000.0, times: int = 
     return made
 
 
-def choose(
-    made: LoadOrRecompute, *, tokens: int = 1000, size: int = MB, now: float = 0.0, waiting: int = 0
-) -> Choice:
-    return made.choose(Tier.STORAGE, size=size, tokens=tokens, waiting=waiting, now=now)
+def choose(made: LoadOrRecompute, *, tokens: int = 1000, size: int = MB, now: float = 0.0) -> Choice:
+    return made.choose(Tier.STORAGE, size=size, tokens=tokens, now=now)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +74,6 @@ def test_a_store_that_has_become_fast_is_found_out_and_used_again() -> None:
     assert choose(made, now=32.0) is Choice.RECOMPUTE  # one at a time
     made.loaded(Tier.STORAGE, MB, 0.01)
     assert choose(made, now=33.0) is Choice.LOAD
-
-
-def test_bytes_that_wait_in_front_count() -> None:
-    """A hit behind a long queue is not as fast as the link."""
-    assert choose(policy(load_s=0.2), waiting=2 * MB) is Choice.LOAD
-    assert choose(policy(load_s=0.2), waiting=9 * MB) is Choice.RECOMPUTE
 
 
 def test_what_was_not_measured_says_nothing() -> None:
