@@ -186,15 +186,11 @@ class LinkerReplica(Replica):
     def write(self) -> dict[str, Any]:
         linker, took = self.engine.cache.linker, []
         for number in range(1, self.prompts + 1):
-            began = self.fill_and_time(number)
+            self.fill(number)
+            began = time.perf_counter()
             self.settle(lambda: not linker.pending_offloads)
             took.append(time.perf_counter() - began)
         return {"seconds": took}
-
-    def fill_and_time(self, number: int) -> float:
-        """Fill a prompt's pages; return when it was told to the tree."""
-        self.fill(number)
-        return time.perf_counter()
 
     def read(self) -> dict[str, Any]:
         self.engine.cache.reset()

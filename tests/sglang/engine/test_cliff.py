@@ -15,16 +15,9 @@ from hicache.testing.sglang_cliff import (
     url_flags,
     virtual_flags,
 )
-from hicache.testing.sglang_server import make_model
 
 POINTS = 2.0
 SHAPE = Shape(rounds=8)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model for all servers."""
-    return make_model("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.mark.parametrize("tiers", list(Tiers), ids=[tiers.value for tiers in Tiers])

@@ -25,7 +25,7 @@ from hicache.testing.sglang_cliff import (
     virtual_flags,
 )
 from hicache.testing.sglang_driver import reported
-from hicache.testing.sglang_server import START_S, make_model
+from hicache.testing.sglang_server import START_S
 
 DRIVER = Path(__file__).with_name("drive_radix.py")
 SHAPE = Shape(rounds=8)
@@ -61,12 +61,6 @@ def test_a_policy_of_sglang_is_left_to_sglang(policy: str) -> None:
     """With another policy nothing of SGLang's tree is replaced, its faster core included."""
     report = drive("full", "l1", "1", REQUESTS, policy)
     assert report == {"cache": "UnifiedRadixCache", "core": "RustUnifiedTreeCore"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model for all servers."""
-    return make_model("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
 @pytest.fixture
