@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from hicache.config.outputs import OutputFile, write_json
 from hicache.errors import ConfigError
 from hicache.tiers.layouts import HostLayout
 
@@ -68,9 +68,7 @@ _DEFAULT = OverlapSettings()
 )  # fmt: skip
 @click.option("--repeats", default=_DEFAULT.repeats, show_default=True, help="Of every mode, interleaved.")
 @click.option("--seed", default=_DEFAULT.seed, show_default=True, help="Of weights and tokens.")
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers here (- is stdout)."
-)
+@click.option("--json", "json_path", type=OutputFile(), help="Write the numbers here (- is stdout).")
 def overlap_command(
     layers: int,
     hidden: int,
@@ -114,8 +112,7 @@ def overlap_command(
             "settings": asdict(settings) | {"layout": settings.layout.value},
             "scenarios": [scenario.as_json() for scenario in scenarios],
         }
-        with click.open_file(str(json_path), "w") as out:
-            out.write(json.dumps(report, indent=1) + "\n")
+        write_json(json_path, report)
 
 
 def _table(settings: OverlapSettings, scenarios: Sequence[Scenario]) -> Table:

@@ -30,6 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from hicache.bench.references import Row, run_references
+from hicache.config.outputs import OutputFile
 from hicache.errors import ConfigError
 from hicache.tree import TreeRules, UnifiedTree, make_policy
 from hicache.types import NO_SLOT, Component, Slots, Tier
@@ -423,9 +424,7 @@ def _names(known: tuple[str, ...]):  # type: ignore[no-untyped-def]
     type=click.IntRange(0),
     help="Leave out SGLang's Python core, which takes minutes, above this many conversations.",
 )
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write results here."
-)
+@click.option("--json", "json_path", type=OutputFile(parents=True), help="Write results here.")
 def tree_command(
     sets: list[str],
     shapes: list[str],

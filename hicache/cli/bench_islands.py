@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,6 +16,7 @@ from hicache.bench.islands import ARMS, Arm, IslandRun, LongRequests, Windows, r
 from hicache.bench.report import JSON
 from hicache.bench.system import SimulatedSystem
 from hicache.cli.numbers import numbers
+from hicache.config.outputs import OutputFile, write_json
 from hicache.errors import ConfigError
 from hicache.types import Component
 
@@ -69,9 +69,7 @@ _PUBLISHED: dict[str, JSON] = {
 @click.option("--chunked-prefill-size", type=int, default=16_384, show_default=True)
 @click.option("--sliding-window", type=int, default=1024, show_default=True)
 @click.option("--page-size", type=int, default=64, show_default=True)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers here (- is stdout)."
-)
+@click.option("--json", "json_path", type=OutputFile(), help="Write the numbers here (- is stdout).")
 def islands(
     engine: str,
     num_prompts: int,
@@ -126,8 +124,7 @@ def islands(
         for workload, shown in runs:
             render.console().print(_table(workload, shown))
     if json_path is not None:
-        with click.open_file(str(json_path), "w") as out:
-            out.write(json.dumps(_as_json(system, runs), indent=1) + "\n")
+        write_json(json_path, _as_json(system, runs))
 
 
 def _accept_lengths(text: str) -> tuple[int, int]:

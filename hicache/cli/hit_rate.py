@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import click
 
 from hicache.bench import hit_rate as logs
 from hicache.bench import render, scrape
+from hicache.config.outputs import OutputFile, write_json
 from hicache.errors import ConfigError
 
 
@@ -19,9 +19,7 @@ from hicache.errors import ConfigError
 @click.option("--interval", "interval_s", default=5.0, show_default=True, help="Seconds between samples.")
 @click.option("--duration", "duration_s", default=60.0, show_default=True, help="Seconds to sample for.")
 @click.option("--skip-bad-lines", is_flag=True, help="Leave out lines that cannot be read, and count them.")
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers here (- is stdout)."
-)
+@click.option("--json", "json_path", type=OutputFile(), help="Write the numbers here (- is stdout).")
 def hit_rate(
     paths: tuple[Path, ...],
     url: str | None,
@@ -51,9 +49,7 @@ def hit_rate(
     if json_path is None or str(json_path) != "-":
         render.console().print(render.hit_rate_table(title, measured, unit=unit))
     if json_path is not None:
-        text = json.dumps(measured.as_json(unit), indent=1) + "\n"
-        with click.open_file(str(json_path), "w") as out:
-            out.write(text)
+        write_json(json_path, measured.as_json(unit))
 
 
 def _read(paths: tuple[Path, ...], *, skip_bad_lines: bool) -> list[logs.Sample]:

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from hicache.config.cache import HostMemoryMode
+from hicache.config.outputs import OutputFile, write_ready
 from hicache.config.server import IoBackend, MemLayout, ServerConfig, load_server_config, read_mapping
 from hicache.engine.architecture import DRAFT_SUFFIX, PRESETS
 from hicache.types import PrefetchPolicy, WritePolicy
@@ -63,7 +64,8 @@ class _BackendName(click.types.StringParamType):
 def _option(group: str, name: str, help_text: str, **attributes: Any) -> Callable[[_F], _F]:
     default = _DEFAULTS.get(name)
     if default not in (None, False) and not isinstance(default, Mapping):
-        help_text += f"  [default: {getattr(default, 'value', default)}]"
+        shown = "enabled" if default is True else getattr(default, "value", default)
+        help_text += f"  [default: {shown}]"
     declarations = attributes.pop("declarations", [f"--{name.replace('_', '-')}"])
     return click.option(
         *declarations, name, cls=_GroupedOption, group=group, help=help_text, default=None, **attributes
@@ -107,7 +109,7 @@ def _values(
         _SERVING,
         "ready_file",
         "Write the URL there once requests are taken.",
-        type=click.Path(path_type=Path),
+        type=OutputFile(replaced=True),
     ),
     _option(_MODEL, "model_preset", f"{', '.join(PRESETS)}; each with {DRAFT_SUFFIX} behind it too."),
     _option(_MODEL, "layers", "Instead of the preset's: a letter per layer, F(ull), S(wa), M(amba)."),
@@ -148,7 +150,7 @@ def _values(
     _option(
         _MEMORY,
         "enable_session_radix_cache",
-        "Evict what open sessions refer to last.  [default: enabled]",
+        "Evict what open sessions refer to last.",
         is_flag=True,
         declarations=["--enable-session-radix-cache/--disable-session-radix-cache"],
     ),
@@ -215,9 +217,7 @@ def launch_server(
 
     def ready(url: str) -> None:
         if ready_file is not None:
-            staged = ready_file.with_name(f"{ready_file.name}.tmp")
-            staged.write_text(f"{url}\n")
-            staged.replace(ready_file)  # whoever polls for the file sees it whole
+            write_ready(ready_file, f"{url}\n")
         click.echo(f"ready on {url}")
 
     report = Server(settings).serve(ready)

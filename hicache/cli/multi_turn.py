@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from hicache.bench.report import JSON, RunReport, TurnResult
 from hicache.bench.system import SYSTEMS, SimulatedSystem, Tiers
 from hicache.bench.workloads import WORKLOADS, Pacing, ReadyQueue, Workload
 from hicache.config.cache import StateCheckpoints
+from hicache.config.outputs import OutputFile, write_json
 from hicache.config.sizes import ByteSize
 from hicache.engine.scheduler import FinalToken
 from hicache.errors import ConfigError
@@ -174,10 +174,8 @@ class _Plan:
 )
 @_all(_WORKLOAD_FLAGS)
 @_all(_SYSTEM_FLAGS)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers here (- is stdout)."
-)
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Write a picture (PNG) here.")
+@click.option("--json", "json_path", type=OutputFile(), help="Write the numbers here (- is stdout).")
+@click.option("--plot", "plot_path", type=OutputFile(), help="Write a picture (PNG) here.")
 @click.option(
     "--overlay-published/--no-overlay-published",
     default=True,
@@ -228,8 +226,7 @@ def multi_turn(
     if json_path is None or str(json_path) != "-":
         render.console().print(render.runs_table(f"{workload.name}, {plan.engine}", runs))
     if json_path is not None:
-        with click.open_file(str(json_path), "w") as out:
-            out.write(json.dumps(_as_json(plan, runs), indent=1) + "\n")
+        write_json(json_path, _as_json(plan, runs))
     if plot_path is not None:
         where = "virtual time" if plan.engine == "virtual" else plan.engine
         _plotting()(plot_path, f"{workload.name}: hit rate per round ({where})", runs, published)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from hicache.cli.numbers import numbers
 from hicache.cli.plan_pools import pools
+from hicache.config.outputs import OutputFile, write_json
 from hicache.config.sizes import ByteSize
 from hicache.engine.island_plan import IslandPlan, Split, TokenBytes
 
@@ -57,9 +57,7 @@ plan.add_command(pools)
     show_default=True,
     help="SWA tokens that a request keeps without islands: most of its last chunk.",
 )
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers here (- is stdout)."
-)
+@click.option("--json", "json_path", type=OutputFile(), help="Write the numbers here (- is stdout).")
 def islands(
     memory: str,
     full_token_bytes: float,
@@ -94,8 +92,7 @@ def islands(
     if json_path is None or str(json_path) != "-":
         _show(planned, splits)
     if json_path is not None:
-        with click.open_file(str(json_path), "w") as out:
-            out.write(json.dumps(_as_json(planned, splits), indent=1) + "\n")
+        write_json(json_path, _as_json(planned, splits))
 
 
 def _show(planned: IslandPlan, splits: list[Split]) -> None:

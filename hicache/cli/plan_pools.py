@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from hicache.config.outputs import OutputFile, write_json
 from hicache.engine.families import FAMILIES, published_spec, stored_bytes
 from hicache.errors import ConfigError, SpecError
 from hicache.spec import ModelSpec
@@ -22,9 +22,7 @@ from hicache.types import Component
 )
 @click.option("--draft", is_flag=True, help="With the pools of a draft model.")
 @click.option("--page-size", type=int, default=64, show_default=True)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers here (- is stdout)."
-)
+@click.option("--json", "json_path", type=OutputFile(), help="Write the numbers here (- is stdout).")
 def pools(model_preset: str, draft: bool, page_size: int, json_path: Path | None) -> None:
     """Pools of a published model: what moves together, what it takes, where a prefix can be resumed."""
     if page_size < 1:
@@ -36,8 +34,7 @@ def pools(model_preset: str, draft: bool, page_size: int, json_path: Path | None
     if json_path is None or str(json_path) != "-":
         _show(model_preset, spec)
     if json_path is not None:
-        with click.open_file(str(json_path), "w") as out:
-            out.write(json.dumps(_as_json(model_preset, spec), indent=1) + "\n")
+        write_json(json_path, _as_json(model_preset, spec))
 
 
 def _show(name: str, spec: ModelSpec) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
@@ -14,6 +13,7 @@ from hicache.bench import render
 from hicache.bench.replay import ReplayReport, ReplaySizes
 from hicache.bench.replay import replay as run_replay
 from hicache.bench.traces import read_trace
+from hicache.config.outputs import OutputFile, write_json
 
 
 class _Tokens(click.ParamType[float]):
@@ -37,9 +37,7 @@ class _Tokens(click.ParamType[float]):
 )
 @click.option("--page-size", default=64, show_default=True, help="Tokens per page.")
 @click.option("--eviction-policy", default="adaptive", show_default=True, help="As --radix-eviction-policy.")
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the numbers here (- is stdout)."
-)
+@click.option("--json", "json_path", type=OutputFile(), help="Write the numbers here (- is stdout).")
 def replay(
     path: Path,
     l1_tokens: int,
@@ -67,8 +65,7 @@ def replay(
     if json_path is None or str(json_path) != "-":
         render.console().print(_table(path, report))
     if json_path is not None:
-        with click.open_file(str(json_path), "w") as out:
-            out.write(json.dumps(report.as_json(), indent=1) + "\n")
+        write_json(json_path, report.as_json())
 
 
 def _table(path: Path, report: ReplayReport) -> RenderableType:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hicache.config.outputs import OutputFile, write_ready
 from hicache.config.serve import ServeConfig, load_serve_config
 from hicache.errors import ConfigError
 
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 @click.option("--max-sessions", type=int, help="Clients at once.  [1024]")
 @click.option("--watch-queue", type=int, help="Changes that a watcher may lag behind.  [4096]")
 @click.option("--drain-seconds", type=float, help="How long running calls may take after SIGTERM.  [10]")
-@click.option("--ready-file", type=click.Path(path_type=Path), help="JSON with the ports, when ready.")
+@click.option("--ready-file", type=OutputFile(replaced=True), help="JSON with the ports, when ready.")
 def serve(
     config: Path | None, ready_file: Path | None, store_config: str | None, no_metrics: bool, **flags: object
 ) -> None:
@@ -108,12 +109,7 @@ def _open_store(settings: ServeConfig) -> StorageBackend | None:
 def _write_ready(path: Path, daemon: Daemon) -> None:
     address, port, metrics_port = daemon.address, daemon.port, daemon.metrics_port
     content = {"address": address, "port": port, "metrics_port": metrics_port, "pid": os.getpid()}
-    staged = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        staged.write_text(json.dumps(content))
-        staged.replace(path)  # whoever polls for the file sees it whole
-    except OSError as error:
-        raise ConfigError(f"--ready-file {path}: {error.strerror}") from error
+    write_ready(path, json.dumps(content))
 
 
 def _read_json(text: str, *, flag: str) -> Mapping[str, object]:

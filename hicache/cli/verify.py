@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from hicache.config.outputs import OutputFile, write_json
 from hicache.errors import ConfigError
 
 _DIFFERENT, _UNPROVEN = 1, 3
@@ -25,9 +25,7 @@ _DIFFERENT, _UNPROVEN = 1, 3
 @click.option("--other-models", is_flag=True, help="Go on although the servers name different models.")
 @click.option("--api-key", envvar="HICACHE_API_KEY", help="Bearer token of both servers.")
 @click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Seconds for one answer.")
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write all comparisons here (- is stdout)."
-)
+@click.option("--json", "json_path", type=OutputFile(), help="Write all comparisons here (- is stdout).")
 def verify(
     urls: tuple[str, ...],
     prompts: int,
@@ -55,7 +53,8 @@ def verify(
     from hicache.bench import verify as work
 
     if len(urls) != 2:
-        raise ConfigError(f"--url is given {len(urls)} times; give it for each of two servers")
+        times = "once" if len(urls) == 1 else f"{len(urls)} times"
+        raise ConfigError(f"--url is given {times}; give it for each of two servers")
     if timeout_s <= 0:
         raise ConfigError(f"--timeout {timeout_s:g} must be above 0")
     plan = work.Plan(
@@ -75,8 +74,7 @@ def verify(
     for line in work.explain(verdict):
         click.echo(line, err=quiet)
     if json_path is not None:
-        with click.open_file(str(json_path), "w") as out:
-            out.write(json.dumps(verdict.as_json(), indent=1) + "\n")
+        write_json(json_path, verdict.as_json())
     if verdict.first is not None:
         raise SystemExit(_DIFFERENT)
     if verdict.unproven:

@@ -170,7 +170,8 @@ def _convert(value: object, kind: type[_T], where: str) -> _T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{where}{error}") from error
+        message, _, path = str(error).partition(" - at `$.")
+        raise BadRequest(f"{where}{path.rstrip('`')}: {message}" if path else f"{where}{error}") from error
 
 
 def _prompts(body: _Body, vocab: int) -> tuple[Sequence[Sequence[int]], bool]:

@@ -209,7 +209,7 @@ def test_a_hit_that_was_none_shows_nothing_and_says_so(urls: dict[str, str], run
     ("arguments", "message"),
     [
         ([], "--url is given 0 times"),
-        (["--url", "http://127.0.0.1:1"], "--url is given 1 times"),
+        (["--url", "http://127.0.0.1:1"], "--url is given once; give it for each of two servers"),
         (["--url", "127.0.0.1:1", "--url", "http://127.0.0.1:1"], "begin it with http://"),
         (["--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:1/"], "is given twice"),
         (["--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"], "is the server up?"),
@@ -221,6 +221,7 @@ def test_a_hit_that_was_none_shows_nothing_and_says_so(urls: dict[str, str], run
             "--vocab-size 1 must be at least 2",
         ),
         (["--url", "http://a", "--url", "http://b", "--timeout", "0"], "--timeout 0 must be above 0"),
+        (["--json", "/nonexistent/x"], "--json /nonexistent/x: No such file or directory"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(

@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from hicache.bench.overlap import overlap_command
 from hicache.bench.overlap_run import Scenario, Timing
 from hicache.cli.hit_rate import hit_rate
+from hicache.cli.launch_server import launch_server
+from hicache.cli.main import main
 from hicache.cli.replay import replay
 from hicache.errors import ConfigError
 
@@ -134,3 +136,43 @@ def test_json_of_a_watched_server_counts_samples_and_not_requests(
     assert '"intervals"' in text
     assert '"samples": 1' in text
     assert "requests" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["plan", "islands"], "--json"),
+        (["plan", "pools", "--model-preset", "hybrid"], "--json"),
+        (["bench", "multi-turn"], "--json"),
+        (["bench", "multi-turn"], "--plot"),
+        (["bench", "islands"], "--json"),
+        (["bench", "overlap"], "--json"),
+        (["replay", str(TRACES / "conversation.jsonl")], "--json"),
+        (["hit-rate", "--url", "http://127.0.0.1:1"], "--json"),
+        (["verify", "--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"], "--json"),
+        (["launch-server", "--port", "0"], "--ready-file"),
+        (["serve", "--port", "0"], "--ready-file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    arguments: list[str],
+    flag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run of minutes would end in a stack trace, and `verify` with the code for "a token differs"."""
+    path = tmp_path / "none" / "x"
+    monkeypatch.setattr(sys, "argv", ["hicache", *arguments, flag, str(path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"hicache: {flag} {path}: No such file or directory\n")
+
+
+def test_help_of_launch_server_names_each_default_once() -> None:
+    """A flag with two defaults, `enabled` and `True`, looks like two settings."""
+    text = " ".join(CliRunner().invoke(launch_server, ["--help"], catch_exceptions=False).output.split())
+    assert "last. [default: enabled] --session-timeout" in text
+    assert "[default: True]" not in text

@@ -118,6 +118,24 @@ def test_a_body_that_makes_no_sense_is_refused_by_name(fields: dict[str, object]
         body(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens: Expected `int` >= 1"),
+        (
+            {"sampling_params": {"stop_token_ids": [1, "a"]}},
+            "sampling_params.stop_token_ids[1]: Expected `int`, got `str`",
+        ),
+        ({"priority": "high"}, "priority: Expected `int | array | null`, got `str`"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_named_first(fields: dict[str, object], message: str) -> None:
+    """A reader would have to find the field in a path behind the message, with a quote left over."""
+    with pytest.raises(BadRequest) as refused:
+        body(input_ids=[1], **fields)
+    assert str(refused.value) == message
+
+
 @pytest.mark.parametrize("raw", [b"", b"[1]", b'{"text": ', b"\xff\xfe"])
 def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
     """Garbage would end a connection without a word."""
