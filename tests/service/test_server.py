@@ -201,34 +201,6 @@ def test_a_bad_request_is_told_what_is_wrong(
     assert re.search(message, reply.json()["error"]["message"])
 
 
-def test_two_requests_with_one_id_are_refused(client: httpx.Client) -> None:
-    """Two answers would be mixed up."""
-    body = {"input_ids": PROMPT, "stream": True, "rid": "x", "sampling_params": {"max_new_tokens": 500}}
-    with client.stream("POST", "/generate", json=body) as reply:
-        lines = reply.iter_lines()
-        next(lines)
-        second = client.post("/generate", json={"input_ids": [1], "rid": "x"})
-    assert second.status_code == 400
-    assert "in use" in second.text
-
-
-def test_a_refused_second_request_leaves_the_first_with_its_id_alone(client: httpx.Client) -> None:
-    """A client's careless retry, alone or in a batch, would cut off the answer that is under way."""
-    count = 500
-    body = {"input_ids": PROMPT, "stream": True, "rid": "x", "sampling_params": {"max_new_tokens": count}}
-    with client.stream("POST", "/generate", json=body) as reply:
-        lines = events(reply.iter_lines())
-        next(lines)
-        again = client.post("/generate", json={"input_ids": [1], "rid": "x"})
-        batch = client.post("/generate", json={"input_ids": [[1], [2]], "rid": ["y", "x"]})
-        *_, last, _ = lines
-    assert (again.status_code, batch.status_code) == (400, 400), "the first must still run"
-    answer = json.loads(last)
-    assert answer["meta_info"]["finish_reason"]["type"] == "length"
-    assert len(answer["output_ids"]) == count
-    assert answer["output_ids"] == ask(client, PROMPT, count)["output_ids"]
-
-
 def test_health_and_info(client: httpx.Client) -> None:
     """Probes and dashboards would find nobody home."""
     assert client.get("/health").status_code == 200
