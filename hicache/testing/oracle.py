@@ -443,9 +443,7 @@ class Oracle:
         expected: Freed = {}
         for tier in (DEVICE, HOST):
             for _ in range(self.evictable(tier, FULL)):
-                victim = next_full(
-                    self.pages(), self.protected(tier, FULL), tier, self.policies[FULL], self.rules
-                )
+                victim = self.next_full(tier)
                 if tier is DEVICE and victim.has(FULL, HOST):
                     self._take(victim, DEVICE, expected)
                 else:

@@ -73,8 +73,7 @@ def test_the_end_of_a_session_is_told_by_what_leaves_not_by_the_close() -> None:
     cache.cache.publish_events(router)
     shared = tokens(4 * PAGE)
     for rid, session in (("a", "s"), ("b", "other")):
-        request = cache.submit(rid, shared + tokens(4 * PAGE, seed=ord(rid)))
-        request.session_id = session
+        cache.submit(rid, shared + tokens(4 * PAGE, seed=ord(rid)), session=session)
         cache.drain()
     before = set(router.held)
     cache.cache.sessions.close("s")

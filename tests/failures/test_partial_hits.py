@@ -10,10 +10,10 @@ import pytest
 
 from hicache.keys import page_hashes
 from hicache.testing.scripted_cache import FULL, MAMBA, SWA, ScriptedCache, tokens
+from hicache.testing.simulation import SETS
 from hicache.transfer.base import JobId, JobKind, ObjectRef
 from hicache.types import Component, PrefetchPolicy, Tier
 
-SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
 PAGE = 4
 
 Entry = tuple[Component, int]  # a page, or the boundary of a state

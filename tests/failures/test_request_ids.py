@@ -15,9 +15,8 @@ from hicache.types import PrefetchPolicy, Tier
 PROMPT, OTHER = tokens(41), tokens(41, seed=2)
 
 
-def new_bed(**settings: object) -> ScriptedCache:
-    policy = PrefetchPolicy.WAIT_COMPLETE
-    bed = ScriptedCache((FULL, SWA, MAMBA), hicache_storage_prefetch_policy=policy, **settings)  # type: ignore[arg-type]
+def new_bed() -> ScriptedCache:
+    bed = ScriptedCache((FULL, SWA, MAMBA), hicache_storage_prefetch_policy=PrefetchPolicy.WAIT_COMPLETE)
     bed.store_only(PROMPT)
     return bed
 

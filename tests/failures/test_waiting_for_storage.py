@@ -279,6 +279,25 @@ def test_a_read_that_fits_beside_another_is_begun_at_once() -> None:
     bed.check_quiet()
 
 
+def test_a_read_of_a_state_alone_leaves_all_other_pages_of_the_share() -> None:
+    """A page counted that nobody takes would keep the next request waiting for room that there is."""
+    bed = ScriptedCache((FULL, MAMBA), host={FULL: 40, MAMBA: 8}, prefetch_host_share=0.5)
+    other = tokens(41, seed=2)
+    bed.store_only(other)
+    bed.run("known", PROMPT)
+    tree, pools = bed.cache.tree, bed.cache.pools
+    for tier in (Tier.DEVICE, Tier.HOST):
+        pools.free_all(tree.evict(tier, MAMBA, tree.resident(tier, MAMBA)).freed)
+    bed.begin("first", PROMPT)  # hangs on ten of the twenty pages
+    (fetch,) = bed.executor.open_jobs(JobKind.FETCH)
+    assert {ref.component for ref in bed.executor.refs(fetch)} == {MAMBA}
+    bed.begin("second", other)  # needs the other ten
+    reads = [bed.executor.refs(job) for job in bed.executor.open_jobs(JobKind.FETCH)]
+    assert [sum(ref.component is FULL for ref in refs) for refs in reads] == [0, 10]
+    bed.drain()
+    bed.check_quiet()
+
+
 def test_a_state_behind_the_last_token_is_no_reason_not_to_ask_storage() -> None:
     """It cannot be resumed from, as the last token is computed; one before it may be stored."""
     bed = ScriptedCache((FULL, MAMBA))

@@ -15,11 +15,10 @@ from hicache.clock import ManualClock
 from hicache.config.cache import CacheConfig, StateCheckpoints
 from hicache.engine.scheduler import FinalToken, Scheduler
 from hicache.testing.ledger import Faults, LedgerExecutor, LedgerRunner, make_request
-from hicache.testing.simulation import tiny_spec
+from hicache.testing.simulation import SETS, next_prompt, tiny_spec
 from hicache.types import Component, PrefetchPolicy, Tier, WritePolicy
 
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
-SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
 STEPS = int(os.environ.get("HICACHE_HISTORY_STEPS", "400"))
 
 
@@ -85,18 +84,6 @@ def make_world(seed: int) -> World:
         on_finish=finished,
     )
     return world
-
-
-def next_prompt(world: World) -> array[int]:
-    """A new prompt, a known one again, an extension, or a branch off one."""
-    rng = world.rng
-    base = array("I", rng.choice(world.prompts)) if world.prompts and rng.random() < 0.8 else array("I")
-    base = base[: rng.randint(0, len(base))] if rng.random() < 0.5 else base
-    base.extend(rng.randrange(3) for _ in range(rng.randint(1, 20)))
-    longest = world.cache.max_request_tokens - 12
-    base = base[:longest]
-    world.prompts = [*world.prompts[-12:], base]
-    return base
 
 
 def run(world: World, steps: int) -> None:
