@@ -266,8 +266,9 @@ class TreeCore(ABC):
         slot) pairs inside (start, end]. Pages new to the device are adopted, with their SWA where
         offered; where the page is there already the offered slot comes back as a duplicate, except
         that a tombstone inside the last window before `end` takes the offered SWA slot (recovery).
-        With `places` (boundaries; a core that `keeps_islands`), only the window and one page before each
-        of them is adopted or recovered, and every other offered SWA slot comes back as a duplicate.
+        With `places` (boundaries; a core that `keeps_islands`), only the island before each of them, its
+        window and `align_pages` more, is adopted or recovered; every other offered SWA slot comes back as
+        a duplicate.
         Afterwards the lease protects [0, end), the last window, and the state at `end` if there is one.
         Counts as the path's first access where pages are new; touch() is separate.
         """
