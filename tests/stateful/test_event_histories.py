@@ -43,6 +43,7 @@ def follow(seed: int) -> Router:
         if not router.busy:
             assert router.held == held_by(tree), f"seed {seed}, step {step}"
     router.busy = False
+    world.executor.release_readers()
     world.scheduler.run_until_idle(stall_s=1e3)
     assert world.cache.settle(1e3)
     world.cache.tick()
