@@ -163,8 +163,8 @@ class HiCache:
         if self._admit_up_to(request, Tier.DEVICE):
             return True
         if self._running:
-            return False
-        if self._prefetcher.release_leases():
+            return bool(self._writing.release_stores(overdue=True)) and self.admit(request)
+        if self.release_waiting():
             return self.admit(request)
         return self._admit_up_to(request, None)
 
@@ -409,9 +409,9 @@ class HiCache:
         """Copies between host and device in flight. They end soon, and may free pages; storage may hang."""
         return self._jobs.count(JobKind.LOAD) + self._jobs.count(JobKind.WRITE)
 
-    def release_queued(self) -> int:
-        """Let go of what is kept for queued requests, so that running ones can go on; how much that was."""
-        return self._prefetcher.release_leases()
+    def release_waiting(self) -> int:
+        """Let go of what queued requests and stores in flight keep, so that others can go on; how much."""
+        return self._prefetcher.release_leases() + self._writing.release_stores()
 
     # -- control -------------------------------------------------------------------------------
 
@@ -466,7 +466,7 @@ class HiCache:
     def check_integrity(self) -> None:
         """Check the tree's laws and that every slot of every pool has exactly one owner (law 3)."""
         self.tree.check_integrity()
-        host_held = [self._writing.held(), self._prefetcher.held()]
+        host_held = [self._writing.held(), self._prefetcher.held(), self.pools.custody.kept_back()]
         for tier, component in self.pools.kinds:
             pool = self.pools[tier, component]
             holders = [self.tree.owned(tier, component)]
@@ -490,7 +490,7 @@ class HiCache:
         """Entries kept for requests and transfers, by what they are; all 0 when nothing is going on."""
         kept = {"running": len(self._running), "leaving": len(self._leaving), "jobs": len(self._jobs)}
         kept |= self.sessions.remembered()
-        kept["quarantined"] = len(self.pools.quarantine)
+        kept |= self.pools.remembered()
         return {**kept, **self._prefetcher.remembered(), **self._writing.remembered()}
 
     def close(self) -> None:

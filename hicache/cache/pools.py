@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
+from hicache.cache.custody import Custody
 from hicache.cache.quarantine import Quarantine
 from hicache.cache.stats import CacheStats
 from hicache.errors import InvariantViolation
@@ -50,6 +51,7 @@ class PagePools:
     ) -> None:
         """`copies` is what holds where a caller does not say LAST."""
         self.quarantine = quarantine
+        self.custody = Custody()
         self._tree = tree
         self._stats = stats
         self._copies = copies
@@ -122,11 +124,26 @@ class PagePools:
         for component, slots in self.quarantine.lapse().items():
             self.free(Tier.DEVICE, component, slots)
 
+    def guard(self, slots: Mapping[Component, Slots]) -> None:
+        """Keep host slots from being reused, whoever drops them, until unguard() is called with the same."""
+        self.custody.take(slots)
+
+    def unguard(self, slots: Mapping[Component, Slots]) -> None:
+        """Whoever read these host slots has ended."""
+        for component, free in self.custody.end(slots).items():
+            self._pools[Tier.HOST, component].free(free)
+
     def held(self, tier: Tier, component: Component) -> int:
-        """Pages that neither are free nor could be evicted: what leases, requests and quarantine keep."""
-        return self._pools[tier, component].num_taken - self._tree.evictable(tier, component)
+        """Pages that neither are free nor could be evicted: what leases, requests and readers keep."""
+        return self._pools[tier, component].num_taken - self._evictable(tier, component, Copies.KEPT)
+
+    def remembered(self) -> dict[str, int]:
+        """Slots kept for readers that have not ended."""
+        return {"quarantined": len(self.quarantine), "in custody": len(self.custody)}
 
     def free(self, tier: Tier, component: Component, slots: Slots) -> None:
+        if tier is Tier.HOST and self.custody:
+            slots = self.custody.keep_back(component, slots)
         if slots:
             self._pools[tier, component].free(slots)
 
@@ -140,16 +157,29 @@ class PagePools:
         return Copies.LAST if self._copies is Copies.LAST else copies
 
     def _evictable(self, tier: Tier, component: Component, mode: Copies) -> int:
+        """Pages that would be free if all that may go were dropped."""
         count = self._tree.evictable(tier, component)
-        return count if mode is Copies.KEPT else count + self._tree.reclaimable()
+        if mode is Copies.LAST:
+            count += self._tree.reclaimable()
+        if tier is Tier.HOST and self.custody:
+            count = max(0, count - self.custody.owned(component))
+        return count
 
     def _evict(self, tier: Tier, component: Component, count: int, mode: Copies) -> None:
-        evicted = self._tree.evict(tier, component, count)
-        self.free_all(evicted.freed)
-        count -= len(evicted.freed.get((tier, component), ()))
-        self._stats.demoted_pages += evicted.demoted
-        self._stats.lost_pages += evicted.lost
-        for (where, what), slots in evicted.freed.items():
-            self._stats.evicted_pages[f"{where.name.lower()}.{what.name.lower()}"] += len(slots)
-        if count > 0 and mode is Copies.LAST:
-            self.free(tier, component, self._tree.reclaim_duplicates(count))
+        """Evict until `count` more pages are free, or all that may go is gone."""
+        pool = self._pools[tier, component]
+        goal = pool.num_free + count
+        while pool.num_free < goal:
+            evicted = self._tree.evict(tier, component, goal - pool.num_free)
+            if not evicted.freed.get((tier, component)):
+                break
+            self.free_all(evicted.freed)
+            self._stats.demoted_pages += evicted.demoted
+            self._stats.lost_pages += evicted.lost
+            for (where, what), slots in evicted.freed.items():
+                self._stats.evicted_pages[f"{where.name.lower()}.{what.name.lower()}"] += len(slots)
+        while pool.num_free < goal and mode is Copies.LAST:
+            copies = self._tree.reclaim_duplicates(goal - pool.num_free)
+            if not copies:
+                break
+            self.free(tier, component, copies)

@@ -20,6 +20,7 @@ from hicache.tree.base import Lease, TreeCore, WritePlan
 from hicache.types import NO_SLOT, Component, Slots, Tier
 
 _MOST_OWED = 1024  # paths
+_PATIENCE = 64  # ticks for which a request that could be admitted waits for a store
 _HOST_TRIES = 8  # for a path that the host had no room for, or did not get
 
 
@@ -47,11 +48,14 @@ class _HostWrite:
 
 @dataclass(slots=True)
 class _StoreWrite:
-    lease: Lease
+    """Pages on their way to storage; without a lease, the pools guard the slots it reads."""
+
+    lease: Lease | None
     plan: WritePlan
     order: list[Component]  # components in the order their entries were handed to the executor
     attempt: int
     age: tuple[int, int]  # of storage when it began
+    tick: int  # when it began
 
 
 class WriteDown:
@@ -74,6 +78,8 @@ class WriteDown:
         self._config, self._stats = config, stats
         self._hits = hits_to_write(config.hicache_write_policy)
         self._storing = 0  # FULL pages of stores in flight
+        self._stores: dict[int, _StoreWrite] = {}
+        self._tick = 0
         self._writes: dict[int, _HostWrite] = {}
         # What storage or the host had no room for, first come first served; keyed by the tokens' identity.
         self._owed: dict[int, _Path] = {}
@@ -161,11 +167,12 @@ class WriteDown:
                 self._tree.release(lease)
 
     def follow_storage(self) -> None:
-        """Notice that storage may have started anew, empty: forget what it held, and stock it again.
+        """Once a tick: where storage may have started anew, empty, forget what it held, and stock it again.
 
         Restocking is for the policies that keep L3 complete; it goes on, one round of bounded stores
         after another, while a round gets anything stored.
         """
+        self._tick += 1
         if self._executor.storage_epoch != self._epoch:
             self._epoch = self._executor.storage_epoch
             self._tree.forget_all_stored()
@@ -297,13 +304,33 @@ class WriteDown:
         for c in order:
             refs += name_objects(c, plan.pages[c], plan.hashes[c], self._periods[c])
         slots = [s for c in order for s in plan.slots[c]]
-        store = _StoreWrite(store_lease, plan, order, attempt, self._age.now)
         self._storing += full
-        job = self._jobs.open(JobKind.STORE, lambda done: self._stored(done, store))
+        job = self._jobs.open(JobKind.STORE, self._stored)
+        self._stores[job] = _StoreWrite(store_lease, plan, order, attempt, self._age.now, self._tick)
         self._executor.start_store(job, refs, slots)
         return True
 
-    def _stored(self, done: Done, store: _StoreWrite) -> None:
+    def release_stores(self, *, overdue: bool = False) -> int:
+        """Let go of the device pages that cannot leave because of stores in flight; how many FULL pages.
+
+        They lie before what is stored and have no copy on the host. What a store reads is guarded until it
+        ends; that its pages are stored will not be known. `overdue` spares the stores that began lately.
+        """
+        count = 0
+        for store in self._stores.values():
+            if store.lease is None or (overdue and self._tick - store.tick < _PATIENCE):
+                continue
+            hanging = len(self._tree.plan_write(store.lease, Tier.HOST).pages[Component.FULL])
+            if hanging:
+                count += hanging
+                self._pools.guard(store.plan.slots)
+                nothing = {c: _nothing(len(pages)) for c, pages in store.plan.pages.items()}
+                self._tree.end_write(store.lease, store.plan, nothing)
+                store.lease = None
+        return count
+
+    def _stored(self, done: Done) -> None:
+        store = self._stores.pop(done.job)
         self._storing -= len(store.plan.pages.get(Component.FULL, ()))
         if store.age != self._age.now:
             done = replace(done, flags=b"")  # it may have gone with the store that took it
@@ -316,13 +343,17 @@ class WriteDown:
             self._stats.stored_pages[component.name.lower()] += sum(flags)
             at += count
         missing = store.plan.count - sum(done.flags)
-        retry = missing and store.attempt < self._config.store_attempts
-        again = self._tree.lock(store.lease, store.lease.depth, Tier.HOST) if retry else None
-        self._tree.end_write(store.lease, store.plan, outcome)
-        if again is not None:
+        if store.lease is None:
+            self._pools.unguard(store.plan.slots)
+        elif missing and store.attempt < self._config.store_attempts:
+            again = self._tree.lock(store.lease, store.lease.depth, Tier.HOST)
+            self._tree.end_write(store.lease, store.plan, outcome)
             self._store(again, 0, attempt=store.attempt + 1)
             self._tree.release(again)
-        elif missing:
+            return
+        else:
+            self._tree.end_write(store.lease, store.plan, outcome)
+        if missing:
             self._stats.store_failed_pages += missing
             self._stats.orphaned_pages += _orphans(store.plan, outcome)
 

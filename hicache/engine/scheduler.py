@@ -173,7 +173,7 @@ class Scheduler:
         self._crowded &= not computed
         if not computed and self._running and not self.cache.copying:
             # Storage is not waited for: it may hang with pages that a queued request wants (law 11).
-            if not self.cache.release_queued():
+            if not self.cache.release_waiting():
                 self._retract_youngest()
             return True
         return progress or computed

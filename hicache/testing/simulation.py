@@ -199,7 +199,7 @@ def act(world: World) -> None:
 def _let_go(world: World) -> None:
     """Drop what is kept for queued requests; or let readers of slots given back not end, or end."""
     if world.rng.random() < 0.5:
-        world.cache.release_queued()
+        world.cache.release_waiting()
     elif world.executor.issued is None:
         world.executor.hold_readers()
     else:

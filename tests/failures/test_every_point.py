@@ -155,7 +155,7 @@ def events(kinds: Sequence[Component]) -> dict[str, Event]:
         "same prompt": twin,
         "close the session": lambda bed: bool(bed.cache.sessions.close("s")) and None,
         "time passes": lambda bed: bed.clock.advance(1e5),  # every session and prefetch is over
-        "let go of the queued": lambda bed: bool(bed.cache.release_queued()) and None,
+        "let go of the queued": lambda bed: bool(bed.cache.release_waiting()) and None,
         "refill": refill,
     }
 
