@@ -42,7 +42,7 @@ check: lint types imports deploy-lint proto-check test  ## All that must hold be
 
 bench: $(VENV)/.demo  ## The published workloads in virtual time, and the cores of the tree; results in out/bench
 	@mkdir -p out/bench
-	@$(BIN)/hicache bench multi-turn --engine virtual --workload inkling-small --tiers l1+l2,l1+l2+l3 \
+	@$(BIN)/hicache bench multi-turn --engine virtual --workload inkling-small --tiers l1,l1+l2,l1+l2+l3 \
 	    --eviction-policy lru --json out/bench/inkling-small.json --plot out/bench/inkling-small.png
 	@$(BIN)/hicache bench multi-turn --engine virtual --workload deepseek-v4-flash --tiers l1,l1+l2,l1+l2+l3 \
 	    --eviction-policy lru --json out/bench/deepseek-v4-flash.json --plot out/bench/deepseek-v4-flash.png
