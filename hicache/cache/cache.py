@@ -444,6 +444,7 @@ class HiCache:
 
         Returns False if something in use had to be kept. Pages that have no copy below are lost.
         """
+        self.release_waiting()
         for component in self.spec.kinds:
             self.pools.drop(Tier.DEVICE, component)
         return not any(self.pools[Tier.DEVICE, c].num_taken for c in self.spec.kinds)

@@ -111,6 +111,16 @@ def test_a_hung_store_is_let_go_of_beside_a_request_that_runs_on(mode: HostMemor
 
 
 @pytest.mark.parametrize("mode", list(HostMemoryMode))
+def test_device_memory_can_be_given_away_while_a_store_hangs(mode: HostMemoryMode) -> None:
+    """Whoever wants the memory of L1 for something else would have to wait for the store."""
+    bed, hung = hung_behind_device_pages(mode)
+    assert bed.cache.release_device()
+    assert bed.executor.is_open(hung)
+    bed.drain()
+    bed.check_quiet()
+
+
+@pytest.mark.parametrize("mode", list(HostMemoryMode))
 def test_a_store_that_no_device_page_hangs_on_is_left_alone(mode: HostMemoryMode) -> None:
     """Whatever is stored while memory is short would be stored twice."""
     bed = ScriptedCache(device={FULL: 24}, host=HOST, store_host_share=0.5, hicache_host_memory_mode=mode)
