@@ -28,6 +28,10 @@ class VerifyError(HiCacheError):
     """A server cannot be reached, refuses what it is asked, or answers without tokens."""
 
 
+class _KeyRefused(VerifyError):
+    """The server wants another key; asking again does not help."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What both servers are asked. `lengths` in tokens, used in turn; ids are below `vocab_size`."""
@@ -147,15 +151,23 @@ class Verdict:
 
 
 class Server:
-    """One server over HTTP: ours, or SGLang's. Every call blocks, at most `timeout_s`."""
+    """One server over HTTP: ours, or SGLang's. Every call blocks, at most `timeout_s`.
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 300.0) -> None:
+    `api_key` goes with every request as a bearer token, `admin_api_key` with the flush, if there is one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        timeout_s: float = 300.0,
+    ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: begin it with http:// or https://")
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._api_key, self._admin_api_key = api_key, admin_api_key
         self._timeout_s = timeout_s
 
     def model(self) -> tuple[str, str]:
@@ -191,7 +203,9 @@ class Server:
         deadline = time.monotonic() + 30.0
         while True:
             try:
-                self._call("POST", "/flush_cache")
+                self._call("POST", "/flush_cache", key=self._admin_api_key or self._api_key)
+            except _KeyRefused:
+                raise
             except VerifyError:
                 if time.monotonic() > deadline:
                     raise
@@ -199,16 +213,23 @@ class Server:
             else:
                 return
 
-    def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(self.url + path, data=body, method=method, headers=self._headers)
+    def _call(self, method: str, path: str, body: bytes | None = None, *, key: str | None = None) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        key = key or self._api_key
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url + path, data=body, method=method, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:
                 return bytes(reply.read())
         except urllib.error.HTTPError as error:
             with error:
                 text = error.read(300).decode("utf-8", "replace")
-            hint = "; give --api-key" if error.code in (401, 403) else ""
-            raise VerifyError(f"{self.url}{path}: status {error.code}{hint}: {text}") from error
+            said = f"{self.url}{path}: status {error.code}: {text}"
+            if error.code in (401, 403):
+                where = ", or with --admin-api-key where it has one" if path == "/flush_cache" else ""
+                raise _KeyRefused(f"{said}; give the server's key with --api-key{where}") from error
+            raise VerifyError(said) from error
         except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise VerifyError(f"{self.url}{path}: {reason}; is the server up?") from error

@@ -24,6 +24,7 @@ _DIFFERENT, _UNPROVEN = 1, 3
 @click.option("--hit-with-cold", is_flag=True, help="Compare also where only one of the two was a hit.")
 @click.option("--other-models", is_flag=True, help="Go on although the servers name different models.")
 @click.option("--api-key", envvar="HICACHE_API_KEY", help="Bearer token of both servers.")
+@click.option("--admin-api-key", help="Their --admin-api-key, for the flush of --restored.")
 @click.option("--timeout", "timeout_s", default=300.0, show_default=True, help="Seconds for one answer.")
 @click.option("--json", "json_path", type=OutputFile(), help="Write all comparisons here (- is stdout).")
 def verify(
@@ -38,6 +39,7 @@ def verify(
     hit_with_cold: bool,
     other_models: bool,
     api_key: str | None,
+    admin_api_key: str | None,
     timeout_s: float,
     json_path: Path | None,
 ) -> None:
@@ -68,7 +70,9 @@ def verify(
         hit_with_cold=hit_with_cold,
         other_models=other_models,
     )
-    a, b = (work.Server(url, api_key=api_key, timeout_s=timeout_s) for url in urls)
+    a, b = (
+        work.Server(url, api_key=api_key, admin_api_key=admin_api_key, timeout_s=timeout_s) for url in urls
+    )
     verdict = work.verify((a, b), plan)
     quiet = str(json_path) == "-"
     for line in work.explain(verdict):

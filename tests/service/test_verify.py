@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,18 @@ Change = Callable[[dict[str, Any], dict[str, Any]], None]  # of a reply's body, 
 
 
 @contextlib.contextmanager
-def double(url: str, change: Change) -> Iterator[str]:
-    """A server in front of another one that changes its answers to /generate."""
+def double(
+    url: str, change: Change = lambda *_: None, *, keys: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """A server in front of another one that changes its answers to /generate; some paths need a key."""
 
     class Handler(BaseHTTPRequestHandler):
         def _pass_on(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or None
+            key = (keys or {}).get(self.path)
+            if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
+                self.send_error(401)
+                return
             request = urllib.request.Request(url + self.path, data=body, method=self.command)
             with urllib.request.urlopen(request, timeout=60) as reply:
                 answer = reply.read()
@@ -150,6 +156,24 @@ def test_hits_from_l3_are_compared_with_computing(urls: dict[str, str], run: Cal
     assert ran.code == 3, ran.out + ran.err  # restored is no hit on the server without storage
     assert "restored: 3 of 3 equal" in ran.out
     assert "nothing is shown for restored" in ran.out
+
+
+def test_servers_with_keys_are_asked_and_flushed_with_them(
+    urls: dict[str, str], run: Callable[..., Ran]
+) -> None:
+    """Production servers have keys; a wrong one must not be tried for half a minute."""
+    keys = {"/generate": "for all", "/get_model_info": "for all", "/flush_cache": "for admins"}
+    with double(urls["tiered"], keys=keys) as a, double(urls["plain"], keys=keys) as b:
+        pair = ("--url", a, "--url", b, "--prompts", "1", "--restored")
+        none = run(*pair)
+        assert (none.code, f"{a}/get_model_info: status 401" in none.err) == (2, True)
+        assert "give the server's key with --api-key\n" in none.err
+        one = run(*pair, "--api-key", "for all")
+        assert (one.code, f"{a}/flush_cache: status 401" in one.err) == (2, True)
+        assert "with --api-key, or with --admin-api-key where it has one" in one.err
+        both = run(*pair, "--api-key", "for all", "--admin-api-key", "for admins")
+    assert both.code == 3, both.err  # one of them has no storage
+    assert "restored: " in both.out
 
 
 def test_other_weights_are_found_at_the_first_token(urls: dict[str, str], run: Callable[..., Ran]) -> None:
