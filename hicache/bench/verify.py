@@ -22,6 +22,7 @@ from hicache.errors import ConfigError, HiCacheError
 
 COLD, HIT, EXTENDED, RESTORED = "cold", "hit", "extended", "restored"
 _FLUSH_RETRY_S = 0.2
+_FETCHED = 256  # tokens: L3 is not asked for less, by SGLang's and our default (`prefetch_threshold`)
 
 
 class VerifyError(HiCacheError):
@@ -246,7 +247,7 @@ def verify(
 ) -> Verdict:
     """Ask both servers and compare. Raises VerifyError, and ConfigError for servers of different models."""
     _check_models(servers, plan)
-    lengths = plan.lengths or _lengths(max(server.page_size() for server in servers))
+    lengths = plan.lengths or _lengths(max(server.page_size() for server in servers), restored=plan.restored)
     run = secrets.token_hex(4)
     scopes = (f"verify-{run}-a", f"verify-{run}-b")  # they may share their L3
     verdict = Verdict((servers[0].url, servers[1].url))
@@ -290,9 +291,10 @@ def _check_models(servers: tuple[Server, Server], plan: Plan) -> None:
         )
 
 
-def _lengths(page: int) -> tuple[int, ...]:
-    """A short hit, one that ends with its page, and a long one that does not."""
-    return 2 * page + 1, 5 * page, 12 * page + page // 2 + 1
+def _lengths(page: int, *, restored: bool) -> tuple[int, ...]:
+    """A short hit, one that ends with its page, and a long one that does not; of a size for L3 if need be."""
+    more = -(-_FETCHED // page) * page if restored else 0
+    return more + 2 * page + 1, more + 5 * page, more + 12 * page + page // 2 + 1
 
 
 def _differs(a: Sequence[int], b: Sequence[int]) -> int | None:
