@@ -188,6 +188,7 @@ class ObjectStore(StorageBackend, Generic[D]):
         """Evict until `size` bytes are free; evicts nothing if they cannot be."""
         objects = self._objects
         objects.end_leases(turn.now)
+        objects.unpinned(self._pins.expire(turn.now))
         if size > self._room() - objects.leased_bytes:
             return False
         while objects.used_bytes + size > self._room():

@@ -5,6 +5,8 @@ A hint about order, never a promise of room. Not thread-safe; the store locks.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
@@ -12,11 +14,12 @@ MOST_KEYS = 1 << 20  # over all sessions; beyond it the session that was pinned 
 
 
 class _Pinned:
-    __slots__ = ("ends_at", "keys")
+    __slots__ = ("due", "ends_at", "keys")
 
     def __init__(self) -> None:
         self.keys: dict[str, None] = {}
         self.ends_at = 0.0
+        self.due = math.inf  # when it is looked at, which is not after its end
 
 
 class Pins:
@@ -28,6 +31,7 @@ class Pins:
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self._most_keys = most_keys
         self._sessions: OrderedDict[str, _Pinned] = OrderedDict()  # last pinned for last
+        self._due: list[tuple[float, str]] = []  # heap; an entry that is not a session's `due` is void
         self._counts: dict[str, int] = {}
         self.total = 0
 
@@ -42,6 +46,8 @@ class Pins:
         pinned = self._sessions.setdefault(session, _Pinned())
         self._sessions.move_to_end(session)
         pinned.ends_at = ends_at
+        if ends_at < pinned.due:
+            self._look_at(session, pinned, ends_at)
         for key in keys:
             if key not in pinned.keys:
                 pinned.keys[key] = None
@@ -59,8 +65,21 @@ class Pins:
 
     def expire(self, now: float) -> list[str]:
         """End the sessions that have lasted until now; return the keys that nobody pins any more."""
-        over = [name for name, pinned in self._sessions.items() if pinned.ends_at <= now]
-        return [key for name in over for key in self.close(name)]
+        let_go: list[str] = []
+        while self._due and self._due[0][0] <= now:
+            due, session = heapq.heappop(self._due)
+            pinned = self._sessions.get(session)
+            if pinned is None or pinned.due != due:
+                continue
+            if pinned.ends_at <= now:
+                let_go += self.close(session)
+            else:
+                self._look_at(session, pinned, pinned.ends_at)
+        return [key for key in let_go if key not in self._counts]
+
+    def _look_at(self, session: str, pinned: _Pinned, due: float) -> None:
+        pinned.due = due
+        heapq.heappush(self._due, (due, session))
 
     def _let_go(self, pinned: _Pinned) -> Iterator[str]:
         for key in pinned.keys:

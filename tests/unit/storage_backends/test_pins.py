@@ -75,8 +75,7 @@ def test_shared_objects_stay_for_the_other_session_and_times_run_out(
     store.close_session("one")
     flood(store, "x")
     assert there(store, "shared", "mine") == [1, 0]
-    clock.advance(11.0)
-    store.stats()
+    clock.advance(11.0)  # nobody asks for statistics, or pins anything
     flood(store, "y")
     assert there(store, "shared") == [0]
     assert store.stats().details["pinned_keys"] == 0
@@ -104,6 +103,29 @@ def test_pins_are_bounded_by_ending_the_session_heard_of_least_recently() -> Non
     assert "k0-0" not in pins
     assert pins.pin("huge", [f"h{i}" for i in range(50)], 1e9)
     assert (pins.total, len(pins)) == (0, 0)
+
+
+def test_a_session_lasts_as_long_as_was_said_last() -> None:
+    """One that goes on would lose its pages after its first time-out; one cut short would keep them."""
+    pins = Pins()
+    for session, ends in (("longer", (10.0, 30.0)), ("shorter", (30.0, 10.0)), ("again", (10.0,))):
+        for end in ends:
+            pins.pin(session, [session], end)
+    pins.close("again")
+    pins.pin("again", ["again"], 20.0)
+    gone = {now: sorted(pins.expire(now)) for now in (9.9, 10.0, 19.9, 20.0, 29.9, 30.0)}
+    assert gone == {9.9: [], 10.0: ["shorter"], 19.9: [], 20.0: ["again"], 29.9: [], 30.0: ["longer"]}
+    assert (len(pins), pins.total, pins.expire(1e9)) == (0, 0, [])
+
+
+def test_what_another_session_pins_too_is_not_let_go() -> None:
+    """Two sessions that end at once, and a third that shares a prompt with them."""
+    pins = Pins()
+    for session in "ab":
+        pins.pin(session, ["shared", session, "both"], 10.0)
+    pins.pin("c", ["shared"], 20.0)
+    assert sorted(pins.expire(10.0)) == ["a", "b", "both"]
+    assert "shared" in pins
 
 
 def test_a_daemon_keeps_what_its_clients_pin() -> None:
