@@ -27,6 +27,7 @@ _CACHE = (
     "tests/failures/test_failed_copies.py",
     "tests/failures/test_waiting_for_storage.py",
     "tests/failures/test_exhaustion.py",
+    "tests/failures/test_hung_stores.py",
     "tests/failures/test_storage_changes.py",
     "tests/failures/test_windows.py",
     "tests/failures/test_simulation.py",
@@ -88,7 +89,7 @@ REGIONS = (
     ),
     Region(
         "pages of the pools",
-        {"hicache.cache.pools": ("PagePools.*",)},
+        {"hicache.cache.pools": ("PagePools.*",), "hicache.cache.custody": ("Custody.*",)},
         _CACHE,
     ),
     Region(
