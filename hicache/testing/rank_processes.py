@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -31,6 +32,7 @@ from hicache.storage_backends.base import StorageBackend
 from hicache.testing.faults import Call, Fault, FaultyBackend, Script
 from hicache.types import CachedTokens
 
+_MOST_TURNS = 200
 Prompts = list[list[list[int]]]  # steps of prompts that are sent together
 
 
@@ -54,6 +56,8 @@ class RankCase:
     storage: bool = True
     dies: tuple[int, int, Death] | None = None  # rank, at which of its steps, how
     unreachable: tuple[int, ...] = ()  # ranks that cannot open the store
+    # A rank whose store fails this many calls before it works. The script goes on until it has been of use.
+    fails: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -67,6 +71,7 @@ class RankReport:
     stats: str = ""
     storage_error: str = ""
     error: str = ""
+    breaker_opened: int = field(default=0, compare=False)  # on this rank
 
 
 def run_processes(
@@ -146,7 +151,10 @@ def _run_case(ranks: GlooRanks, case: RankCase, store: Path, report: RankReport)
         if ranks.rank in case.unreachable:
             raise BackendUnavailable(f"rank {ranks.rank} cannot reach the store")
         loses = case.losses.get(ranks.rank, 0.0)
-        return FaultyBackend(create_backend(name, options), _losing(loses, f"{case.seed}/{ranks.rank}"))
+        script = _losing(loses, f"{case.seed}/{ranks.rank}")
+        if case.fails is not None and case.fails[0] == ranks.rank:
+            script = _failing(case.fails[1])
+        return FaultyBackend(create_backend(name, options), script)
 
     engine = ReferenceEngine(case.settings, observer=observe, on_finish=finished, ranks=ranks)
     _poison(engine)
@@ -155,7 +163,7 @@ def _run_case(ranks: GlooRanks, case: RankCase, store: Path, report: RankReport)
         _die_at(replica, case.dies[1], case.dies[2])
     try:
         if ranks.rank == 0:
-            _lead(replica, case, store)
+            _lead(replica, case, store, report)
         else:
             replica.follow()
         engine.cache.check_integrity()
@@ -163,16 +171,23 @@ def _run_case(ranks: GlooRanks, case: RankCase, store: Path, report: RankReport)
         assert agreed is not None
         report.ticks, report.decisions = agreed.ticks, agreed.decisions
         report.stats, report.storage_error = repr(engine.cache.stats), replica.storage_error
+        report.breaker_opened = int(engine.executor.counters().get("breaker_opened", 0))
     finally:
         replica.close()
 
 
-def _lead(replica: Replica, case: RankCase, store: Path) -> None:
+def _lead(replica: Replica, case: RankCase, store: Path, report: RankReport) -> None:
     """Rank 0's part: attach the store, play the script, drop L1 and L2, play it again."""
+
+    def goes_on(turn: int) -> bool:
+        if case.fails is None or turn < 2:
+            return turn < 2
+        return turn < _MOST_TURNS and not any(storage for _, _, storage in report.cached.values())
+
     if case.storage:
         replica.attach("file", {"file_storage_path": str(store)})
         replica.run_until_idle()
-    for turn in range(2):
+    for turn in itertools.takewhile(goes_on, itertools.count()):
         for number, prompts in enumerate(case.script):
             for i, prompt in enumerate(prompts):
                 rid = f"{turn}.{number}.{i}"
@@ -221,6 +236,17 @@ def _losing(share: float, seed: str) -> Script:
         if call.operation == "commit":
             return Fault(lose=some(0.2))
         return None
+
+    return script
+
+
+def _failing(calls: int) -> Script:
+    """Return a script for a store that is away for its first calls."""
+    left = iter(range(calls))
+
+    def script(call: Call) -> Fault | None:
+        away = next(left, None) is not None
+        return Fault(error=BackendUnavailable("the store is away")) if away else None
 
     return script
 

@@ -133,6 +133,21 @@ def test_a_store_that_one_rank_cannot_reach_is_attached_on_none(tmp_path: Path) 
     assert not any(storage for _, _, storage in first.cached.values())
 
 
+def test_a_rank_whose_breaker_is_open_keeps_all_from_hits_until_it_is_closed(tmp_path: Path) -> None:
+    """The others would go on from pages that this one never asked for, or wait for it for ever."""
+    case = replace(cases()[0], fails=(1, 3))
+    reports = run_processes(2, [case], tmp_path)
+    first, second = ((report or [RankReport(error="gone")])[0] for report in reports)
+    assert (first.error, second.error) == ("", "")
+    assert first == second
+    assert (first.breaker_opened, second.breaker_opened) == (0, 1)
+    expected = {rid.partition(".")[2]: answer for rid, answer in alone("hybrid").items()}
+    assert {rid: expected[rid.partition(".")[2]] for rid in first.answers} == first.answers
+    hits = {int(rid.partition(".")[0]) for rid, (*_, storage) in first.cached.items() if storage}
+    turns = {int(rid.partition(".")[0]) for rid in first.answers}
+    assert hits == {max(turns)}, "hits came back, and only once the breaker had closed"
+
+
 def test_four_ranks_that_lose_different_pages_decide_alike_and_answer_like_one(tmp_path: Path) -> None:
     """As with two: every further rank is one more that may lack a page."""
     losses = {0: 0.05, 1: 0.1, 2: 0.0, 3: 0.1}
