@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from hicache.cli.numbers import numbers
 from hicache.cli.plan_pools import pools
 from hicache.config.outputs import OutputFile, write_json
 from hicache.config.sizes import ByteSize
 from hicache.engine.island_plan import IslandPlan, Split, TokenBytes
+from hicache.errors import ConfigError
 
 
 @click.group("plan")
@@ -87,6 +89,11 @@ def islands(
     )
     shares = numbers("--swa-full-tokens-ratio", ratios, float)
     given = numbers("--max-total-tokens", totals, int) if totals.strip() else []
+    source = click.get_current_context().get_parameter_source("totals")
+    if len(given) > len(shares) and source is not ParameterSource.DEFAULT:
+        raise ConfigError(
+            f"--max-total-tokens {totals}: {len(given)} totals for {len(shares)} of --swa-full-tokens-ratio"
+        )
     given = given[: len(shares)] + [0] * (len(shares) - len(given))
     splits = [planned.split(share, total or None) for share, total in zip(shares, given, strict=True)]
     if json_path is None or str(json_path) != "-":

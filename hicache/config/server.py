@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -167,7 +167,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return read_kv_events(self.kv_events_config)
 
     def rewritten(self) -> ServerConfig:
-        """Return the settings as SGLang would put them in force, each rewrite logged."""
+        """Return the settings as SGLang would put them in force; says what is rewritten or without effect."""
+        for idle, switch in self._without_effect():
+            logger.warning("%s has no effect without %s", idle, switch)
         io, layout = self.hicache_io_backend, self.hicache_mem_layout
         if self.hicache_storage_backend == "mooncake" and layout is MemLayout.LAYER_FIRST:
             layout = MemLayout.PAGE_FIRST_DIRECT if io is IoBackend.DIRECT else MemLayout.PAGE_FIRST
@@ -185,6 +187,28 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.structs.replace(
             self, hicache_io_backend=io, hicache_mem_layout=layout, hicache_write_policy=policy
         )
+
+    def _without_effect(self) -> Iterator[tuple[str, str]]:
+        """Yield each setting that is not its default and of a feature that is off, and what turns that on."""
+        features = {
+            "enable_session_radix_cache": ("session_timeout",),
+            "enable_hierarchical_cache": _OF_L2,
+        }
+        for switch, names in features.items():
+            for name in names if not getattr(self, switch) else ():
+                value = getattr(self, name)
+                if value != getattr(_DEFAULTS, name):
+                    yield (
+                        f"{flag(name)} {value.value if isinstance(value, enum.Enum) else value}",
+                        flag(switch),
+                    )
+
+
+_OF_L2 = (
+    *("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout"),
+    *("hicache_storage_prefetch_policy", "file_storage_path"),
+)
+_DEFAULTS = ServerConfig()
 
 
 def server_config(flags: Mapping[str, object]) -> ServerConfig:

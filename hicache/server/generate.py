@@ -106,7 +106,12 @@ def parse(raw: bytes, limits: Limits) -> GenerateCall:
     """Read a body. Raises BadRequest, which names the field."""
     body = _decode(raw)
     prompts, batch = _prompts(body, limits.vocab)
-    sampling = _spread("sampling_params", body.sampling_params or {}, len(prompts), batch=batch)
+    sampling = _spread(
+        "sampling_params",
+        {} if body.sampling_params is None else body.sampling_params,
+        len(prompts),
+        batch=batch,
+    )
     rids = _rids(body.rid, len(prompts), batch=batch)
     if body.lora and body.lora_path:
         raise BadRequest("lora and lora_path are two names of one thing: give one of them")

@@ -78,6 +78,10 @@ def test_the_table_shows_the_terms_of_the_formulas() -> None:
         (["--swa-full-tokens-ratio", "0"], "--swa-full-tokens-ratio 0 must be in"),
         (["--swa-full-tokens-ratio", "a,b"], "--swa-full-tokens-ratio 'a,b': write numbers"),
         (["--max-total-tokens", "-5"], "--max-total-tokens -5 must be at least 1"),
+        (
+            ["--swa-full-tokens-ratio", "0.2", "--max-total-tokens", "9,8"],
+            "--max-total-tokens 9,8: 2 totals for 1 of --swa-full-tokens-ratio",
+        ),
         (["--full-token-bytes", "0"], "--full-token-bytes 0 must be above 0"),
         (["--other-token-bytes", "-1"], "--other-token-bytes -1 must be 0 or more"),
         (["--hold-tokens", "0"], "--hold-tokens 0 must be at least 1"),

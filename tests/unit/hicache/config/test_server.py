@@ -42,6 +42,39 @@ def test_layout_and_io_are_rewritten_as_sglang_does(given: dict[str, object], io
     assert (config.hicache_io_backend, config.hicache_mem_layout) == (IoBackend(io), MemLayout(layout))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"enable_session_radix_cache": False, "session_timeout": 3.0},
+            "--session-timeout 3.0 has no effect without --enable-session-radix-cache",
+        ),
+        (
+            {"hicache_write_policy": "write_back"},
+            "--hicache-write-policy write_back has no effect without --enable-hierarchical-cache",
+        ),
+        ({"hicache_ratio": 3.0}, "--hicache-ratio 3.0 has no effect without --enable-hierarchical-cache"),
+    ],
+)
+def test_a_flag_of_a_feature_that_is_off_is_said_to_have_no_effect(
+    given: dict[str, object], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """People would measure for hours what they believe to be write_back."""
+    server_config(given).rewritten()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [said]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, L3, {**L3, "hicache_write_policy": "write_back", "session_timeout": 3.0}]
+)
+def test_flags_that_have_an_effect_are_not_talked_about(
+    given: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Warnings that are always there are not read."""
+    server_config(given).rewritten()
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_buffer_only_needs_storage_and_rewrites_as_sglang_does() -> None:
     """Without storage the host's memory would be of no use; written back later, pages would be lost."""
     with pytest.raises(ConfigError, match="buffer_only needs --hicache-storage-backend"):
