@@ -92,9 +92,7 @@ class Replica:
 
         tokens = prompt(number, self.pages)
         slots = self.engine.take_slots(len(tokens))
-        torch.manual_seed(number)
-        for _, buffer in self.engine.buffers():
-            buffer[slots] = torch.randn_like(buffer[slots])
+        self.engine.fill(slots, number)
         rows = self.engine.read(slots)
         self.engine.cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
         return list(rows)

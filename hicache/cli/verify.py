@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hicache.cli.numbers import numbers
 from hicache.config.outputs import OutputFile, write_json
 from hicache.errors import ConfigError
 
@@ -61,7 +62,7 @@ def verify(
         raise ConfigError(f"--timeout {timeout_s:g} must be above 0")
     plan = work.Plan(
         prompts=prompts,
-        lengths=_lengths(lengths),
+        lengths=() if lengths is None else tuple(numbers("--lengths", lengths, int)),
         output_length=output_length,
         extend_by=extend_by,
         vocab_size=vocab_size,
@@ -83,10 +84,3 @@ def verify(
         raise SystemExit(_DIFFERENT)
     if verdict.unproven:
         raise SystemExit(_UNPROVEN)
-
-
-def _lengths(text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text is not None else ()
-    except ValueError as error:
-        raise ConfigError(f"--lengths {text}: give whole numbers separated by commas, as 100,500") from error

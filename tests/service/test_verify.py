@@ -237,7 +237,10 @@ def test_a_hit_that_was_none_shows_nothing_and_says_so(urls: dict[str, str], run
         (["--url", "127.0.0.1:1", "--url", "http://127.0.0.1:1"], "begin it with http://"),
         (["--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:1/"], "is given twice"),
         (["--url", "http://127.0.0.1:1", "--url", "http://127.0.0.1:2"], "is the server up?"),
-        (["--url", "http://a", "--url", "http://b", "--lengths", "1,x"], "--lengths 1,x: give whole numbers"),
+        (
+            ["--url", "http://a", "--url", "http://b", "--lengths", "1,x"],
+            "--lengths '1,x': write numbers, separated by commas, as in",
+        ),
         (["--url", "http://a", "--url", "http://b", "--lengths", "0"], "every length must be at least 1"),
         (["--url", "http://a", "--url", "http://b", "--prompts", "0"], "--prompts 0 must be at least 1"),
         (

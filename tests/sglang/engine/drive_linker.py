@@ -8,9 +8,7 @@ loads them, and the bytes of every buffer are compared. Then configs that cannot
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from drive_tree import join, serve_with
+from drive_tree import join, leave, serve_with
 
 PAGE, PAGES, LAYERS, DIM = 64, 8, 3, 64
 HASHES = [f"{i:064x}" for i in range(1, 4)]
@@ -171,9 +169,7 @@ def main() -> None:
     except ConfigError as error:
         report["misspelt"] = str(error)
     report["heard"] = [line for line in heard.lines if "L3 is off" in line or "without L3" in line]
-    sys.stdout.write(json.dumps(report) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # SGLang's threads are not made to be joined
+    leave(report)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ SGLang's own checks run after every request. Prints one line of JSON.
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
 from array import array
@@ -20,7 +18,7 @@ from typing import Any
 
 import torch
 from drive_tree import Engine as TreeEngine
-from drive_tree import join, serve_with
+from drive_tree import join, leave, serve_with
 
 PAGE, SLOTS, WINDOW = 16, 1280, 32
 LONGEST = 512
@@ -270,9 +268,7 @@ def main() -> None:
     if not policy:
         report |= play(engine, int(seed), int(requests))
         report |= {"compared": engine.compared, "wrong": engine.wrong[:5]}
-    sys.stdout.write(json.dumps(report) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # SGLang's threads are not made to be joined
+    leave(report)
 
 
 if __name__ == "__main__":

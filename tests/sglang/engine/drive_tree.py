@@ -17,7 +17,7 @@ import tempfile
 import time
 from array import array
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,13 @@ def serve_with(arguments: Any) -> None:
     get_parallel().override_permanently(
         **{f"{axis}_rank": 0 for axis in axes}, **{f"{axis}_size": 1 for axis in axes}
     )
+
+
+def leave(report: Any) -> NoReturn:
+    """Print what was seen as one line of JSON, and end this process."""
+    sys.stdout.write(json.dumps(report) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # SGLang's threads are not made to be joined
 
 
 def server_args(interface: int, layout: str, address: str) -> Any:
@@ -160,6 +167,13 @@ class Engine:
             found += [(True, buffer) for buffer in (*window.k_buffer, *window.v_buffer)]
         return found
 
+    def fill(self, slots: torch.Tensor, seed: int) -> None:
+        """Give these slots content of their own in every pool."""
+        torch.manual_seed(seed)
+        for window, buffer in self.buffers():
+            used = self.window_slots(slots) if window else slots
+            buffer[used] = torch.randn_like(buffer[used])
+
     def read(self, slots: torch.Tensor) -> list[torch.Tensor]:
         """The rows of a sequence in every pool; of a window pool the last window."""
         last = self.window_slots(slots)[-self.window :] if self.swa else slots
@@ -238,10 +252,7 @@ def run(role: str, core: str, components: str, arguments: Any) -> dict[str, Any]
     tokens = array("q", range(1000, 1000 + PAGES * PAGE))
     key = RadixKey(tokens)
     slots = engine.take_slots(len(tokens))
-    torch.manual_seed(7)
-    for window, buffer in engine.buffers():
-        used = engine.window_slots(slots) if window else slots
-        buffer[used] = torch.randn_like(buffer[used])
+    engine.fill(slots, 7)
     computed = engine.read(slots)
     if role != "reader":
         engine.cache.insert(InsertParams(key=key, value=slots))
@@ -278,9 +289,7 @@ def main() -> None:
     join()
     arguments = server_args(int(interface), layout, address)
     serve_with(arguments)
-    sys.stdout.write(json.dumps(run(role, core, components, arguments)) + "\n")
-    sys.stdout.flush()
-    os._exit(0)  # SGLang's threads are not made to be joined
+    leave(run(role, core, components, arguments))
 
 
 if __name__ == "__main__":
