@@ -153,6 +153,7 @@ class HoldsSessions(Protocol):
     """Implemented by backends that can drop what open conversations will ask for after everything else.
 
     Hints: nothing is promised, and a session that is not heard of for its time is over by itself.
+    `hicache.testing.session_suite` proves it.
     """
 
     def pin(self, session: str, keys: Sequence[str], ttl_s: float) -> None:

@@ -198,6 +198,20 @@ class FileBackend(StorageBackend):
             with self._lock:
                 self._index.touch(keys)
 
+    def pin(self, session: str, keys: Sequence[str], ttl_s: float) -> None:
+        """See HoldsSessions. Without a limit nothing is dropped; other processes rank by themselves."""
+        self._check_open()
+        if self._index is not None:
+            with self._lock:
+                self._index.pin(session, keys, self._clock.now(), ttl_s)
+
+    def close_session(self, session: str) -> None:
+        """See HoldsSessions."""
+        self._check_open()
+        if self._index is not None:
+            with self._lock:
+                self._index.close_session(session)
+
     def delete(self, keys: Sequence[str]) -> int:
         self._check_open()
         removed = sum(self._remove(key, "delete") for key in keys)

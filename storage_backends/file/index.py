@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hicache.storage_backends.file.directory import FANOUT, Directory
 from hicache.storage_backends.file.options import Settings
 from hicache.storage_backends.lru import Entry, LeasedLru
+from hicache.storage_backends.pins import Pins
 
 _RESCAN_S = 60.0  # the whole directory is listed anew over this time, a part at a time
 
@@ -26,8 +27,9 @@ class Index:
         self.max_bytes = settings.max_bytes
         self.min_free_bytes = settings.min_free_bytes
         self._low_bytes = int(settings.max_bytes * settings.eviction_ratio)
+        self._pins = Pins()
         self._lru: LeasedLru[Entry] = LeasedLru(
-            lease_s=settings.lease_s, max_leased_bytes=settings.max_bytes // 2 or 1 << 62
+            lease_s=settings.lease_s, max_leased_bytes=settings.max_bytes // 2 or 1 << 62, pins=self._pins
         )
         self._next_part = 0
         self._next_scan_at = 0.0
@@ -79,6 +81,15 @@ class Index:
         """Rank objects as the most recently used, the first of them highest."""
         self._lru.touch(keys)
 
+    def pin(self, session: str, keys: Sequence[str], now: float, ttl_s: float) -> None:
+        """Let a session keep keys from victims() while there are others; here or not, for `ttl_s` seconds."""
+        self._lru.unpinned(self._pins.expire(now))
+        self._lru.unpinned(self._pins.pin(session, keys, now + ttl_s))
+
+    def close_session(self, session: str) -> None:
+        """Let a session keep nothing."""
+        self._lru.unpinned(self._pins.close(session))
+
     def forget(self, keys: Sequence[str]) -> None:
         """Drop objects that are gone."""
         for key in keys:
@@ -91,6 +102,7 @@ class Index:
         Past max_bytes an eviction goes down to eviction_ratio of it, if leases let it.
         """
         self._lru.end_leases(now)
+        self._lru.unpinned(self._pins.expire(now))
         over = 0
         if self.max_bytes:
             over = self._lru.used_bytes + reserved + size - self.max_bytes

@@ -9,9 +9,10 @@ import pytest
 from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.file import FileBackend, Options
 from hicache.testing.backend_suite import BackendSuite, CapacitySuite
+from hicache.testing.session_suite import SessionSuite
 
 
-class TestFile(BackendSuite, CapacitySuite):
+class TestFile(BackendSuite, CapacitySuite, SessionSuite):
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> None:
         self.directory = str(tmp_path)

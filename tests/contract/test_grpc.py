@@ -15,6 +15,7 @@ from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.grpc import GrpcBackend, Options
 from hicache.testing.backend_suite import BackendSuite, CapacitySuite
 from hicache.testing.daemon import running_daemon
+from hicache.testing.session_suite import SessionSuite
 
 
 class _OverLoopback(BackendSuite):
@@ -48,7 +49,7 @@ class _OverLoopback(BackendSuite):
         return self.client()
 
 
-class TestGrpc(_OverLoopback, CapacitySuite):
+class TestGrpc(_OverLoopback, CapacitySuite, SessionSuite):
     def make_backend(self) -> StorageBackend:
         return self.start()
 
@@ -92,7 +93,7 @@ class TestGrpcWithSmallMessages(_OverLoopback):
         return self.start(max_message="4KiB")
 
 
-class TestGrpcOverFiles(_OverLoopback):
+class TestGrpcOverFiles(_OverLoopback, SessionSuite):
     """The daemon serves a store that it can neither look into nor be told about."""
 
     @pytest.fixture(autouse=True)
@@ -101,3 +102,7 @@ class TestGrpcOverFiles(_OverLoopback):
 
     def make_backend(self) -> StorageBackend:
         return self.start(backend=create_backend("file", {"file_storage_path": str(self.folder)}))
+
+    def make_small_backend(self, capacity_bytes: int) -> StorageBackend:
+        limits = {"max_size": capacity_bytes, "eviction_ratio": 1.0, "lease_s": 0.0}
+        return self.start(backend=create_backend("file", {"file_storage_path": str(self.folder), **limits}))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from hicache.storage_backends.base import StorageBackend
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.backend_suite import BackendSuite, CapacitySuite
+from hicache.testing.session_suite import SessionSuite
 
 
-class TestMemory(BackendSuite, CapacitySuite):
+class TestMemory(BackendSuite, CapacitySuite, SessionSuite):
     def make_backend(self) -> StorageBackend:
         return MemoryBackend(capacity_bytes=64 << 20)
 
