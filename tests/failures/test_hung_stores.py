@@ -110,6 +110,44 @@ def test_a_hung_store_is_let_go_of_beside_a_request_that_runs_on(mode: HostMemor
     bed.check_quiet()
 
 
+def test_it_is_let_go_of_64_ticks_after_it_began_and_says_what_that_frees() -> None:
+    """A store that is only slow would be stored again; one that hangs would keep others out for ever."""
+    bed, _ = hung_behind_device_pages(HostMemoryMode.BUFFER_ONLY)
+    since = 0
+    while not (freed := bed.cache._writing.release_stores(overdue=True)):
+        bed.cache.tick()
+        since += 1
+    assert (freed, since) == (16, 64 - 10)  # ten steps ended everything else
+    assert bed.cache.release_waiting() == 0
+    bed.drain()
+    bed.check_quiet()
+
+
+def test_every_store_that_hangs_is_let_go_of_when_it_is_in_the_way() -> None:
+    """The second of two would be one too many."""
+    bed = ScriptedCache(
+        device={FULL: 24},
+        host=HOST,
+        hicache_host_memory_mode=HostMemoryMode.BUFFER_ONLY,
+        store_host_share=0.5,
+    )
+    for seed in (1, 2):
+        bed.run(f"earlier {seed}", tokens(40, seed=seed))
+    for seed in (1, 2):
+        bed.begin(f"next {seed}", tokens(44, seed=seed))
+        go_on(bed, 5)
+        assert len(bed.executor.open_jobs(JobKind.STORE)) == seed
+        if seed == 1:
+            assert bed.cache.release_waiting() == 10
+    hung = bed.executor.open_jobs(JobKind.STORE)
+    last = bed.begin("last", tokens(88, seed=3))
+    go_on(bed, 10)
+    assert last in bed.finished
+    assert all(map(bed.executor.is_open, hung))
+    bed.drain()
+    bed.check_quiet()
+
+
 @pytest.mark.parametrize("mode", list(HostMemoryMode))
 def test_device_memory_can_be_given_away_while_a_store_hangs(mode: HostMemoryMode) -> None:
     """Whoever wants the memory of L1 for something else would have to wait for the store."""

@@ -130,6 +130,21 @@ def test_a_store_that_always_fails_is_given_up_counted_and_lets_go_once() -> Non
     bed.check_quiet()
 
 
+@pytest.mark.parametrize(("taken", "failed"), [(8, 0), (5, 3), (0, 8)])
+def test_what_a_store_did_not_take_at_its_only_try_is_counted(taken: int, failed: int) -> None:
+    """An alert would ring for stores that work, or not for those that do not."""
+    bed = ScriptedCache(store_attempts=1)
+    bed.begin("r", tokens(33))
+    bed.step(2)
+    for write in bed.executor.open_jobs(JobKind.WRITE):
+        bed.end(write)
+    bed.end(bed.open(JobKind.STORE), upto=taken)
+    assert bed.cache.stats.store_failed_pages == failed
+    assert bed.cache.stats.stored_pages.total() == taken
+    bed.drain()
+    bed.check_quiet()
+
+
 @pytest.mark.parametrize("kinds", SETS, ids=str)
 @pytest.mark.parametrize("policy", list(WritePolicy))
 def test_what_is_stored_is_closed_under_prefixes(kinds: tuple[Component, ...], policy: WritePolicy) -> None:
