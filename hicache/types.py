@@ -51,8 +51,11 @@ class PrefetchPolicy(str, enum.Enum):
 
 @dataclass(slots=True)
 class CachedTokens:
-    """Tokens of one prompt by the tier that supplied them; `computed` is the rest of the prompt.
+    """Tokens of one prompt by the tier that made them a hit; `computed` is the rest of the prompt.
 
+    The lowest tier that a boundary needs has the tokens up to it: those whose FULL pages are on the device
+    count for storage if it had to bring the window or state without which they would have been computed.
+    What was moved is counted by component, apart from this (hicache.cache.stats).
     `asked` of storage = storage + failed by reason; `ceiling`, what an infinite cache would have had, =
     cached + missed by reason. Reasons: hicache.cache.accounts.Shortfall.
     """

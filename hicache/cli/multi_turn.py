@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -330,16 +332,20 @@ def _plotting() -> Callable[..., None]:
     return plot_runs
 
 
+def _plain(value: JSON | enum.Enum) -> JSON:
+    """Return a setting as JSON has it: choices as they are typed, and no infinity, which it has not."""
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
+
+
 def _as_json(plan: _Plan, runs: Sequence[RunReport]) -> dict[str, JSON]:
     workload = plan.workload
     report: dict[str, JSON] = {
         "workload": workload.name,
         "runs": [run.as_json() for run in runs],
         "engine": plan.engine,
-        "traffic": {
-            field.name: value if isinstance(value := getattr(workload, field.name), int) else str(value)
-            for field in fields(Workload)
-        },
+        "traffic": {field.name: _plain(getattr(workload, field.name)) for field in fields(Workload)},
     }
     if plan.engine == "virtual":
         report |= {"final_token_cached": plan.final_token is FinalToken.COMPUTE, **plan.system.as_json()}

@@ -212,9 +212,9 @@ def _spread(name: str, value: Any, count: int, *, batch: bool) -> list[Any]:
     if not isinstance(value, list):
         return [value] * count
     if not batch or len(value) != count:
-        raise BadRequest(
-            f"{name} has {len(value)} entries for {count} {'prompts' if batch else 'single prompt'}"
-        )
+        entries = f"{len(value)} {'entry' if len(value) == 1 else 'entries'}"
+        wrong = f"{count} prompts" if batch else "1 single prompt: send it without a list"
+        raise BadRequest(f"{name} has {entries} for {wrong}")
     return value
 
 

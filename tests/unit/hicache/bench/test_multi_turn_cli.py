@@ -41,6 +41,10 @@ def test_the_json_has_the_shape_that_scripts_read(tmp_path: Path) -> None:
             assert row["ttft_mean_s"] > 0
             assert sum(row["cached_by_tier"].values()) == row["cached_tokens"]
     assert report["given"]["max_total_tokens"]["value"] == 1024
+    traffic = report["traffic"]
+    assert (traffic["request_length"], traffic["churn"], traffic["churn_later"]) == (40, 0.0, None)
+    assert (traffic["pacing"], traffic["ready_queue"]) == ("barrier", "random")
+    assert traffic["request_rate"] == "inf", "JSON has no infinity"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

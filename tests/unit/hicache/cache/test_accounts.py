@@ -19,12 +19,13 @@ from hicache.cache.accounts import (
     marks_of,
 )
 from hicache.cache.stats import CacheStats
+from hicache.config.cache import HostMemoryMode
 from hicache.request import Request
 from hicache.testing.ledger import make_request
 from hicache.testing.scripted_cache import ScriptedCache, tokens
 from hicache.transfer.base import JobKind, Why
 from hicache.tree.base import TreeRules
-from hicache.types import Component, PrefetchPolicy
+from hicache.types import Component, PrefetchPolicy, Tier
 
 FULL, SWA, MAMBA = Component.FULL, Component.SWA, Component.MAMBA
 PROMPT = tokens(41)  # 10 pages and the token that is always computed
@@ -69,6 +70,32 @@ def test_what_storage_brings_is_fulfilled() -> None:
     counts = request.cached
     assert (counts.asked, counts.storage, counts.failed) == (40, 40, {})
     assert (counts.ceiling, counts.missed) == (40, {})
+
+
+@pytest.mark.parametrize("mode", HostMemoryMode)
+@pytest.mark.parametrize(("lacking", "pages"), [(SWA, 2), (MAMBA, 1)])
+def test_a_hit_is_the_tiers_that_brought_its_window_or_state(
+    mode: HostMemoryMode, lacking: Component, pages: int
+) -> None:
+    """L3 would seem of no use where it saves a whole prompt, or a state look like pages that were moved."""
+    cache = ScriptedCache(
+        (FULL, lacking),
+        hicache_host_memory_mode=mode,
+        hicache_storage_prefetch_policy=PrefetchPolicy.WAIT_COMPLETE,
+    )
+    cache.run("a", PROMPT)
+    cache.cache.tick()
+    tree, pools, stats = cache.cache.tree, cache.cache.pools, cache.cache.stats
+    for tier in (Tier.HOST, Tier.DEVICE):
+        pools.free_all(tree.evict(tier, lacking, tree.evictable(tier, lacking)).freed)
+    full = tree.resident(Tier.DEVICE, FULL)
+    request = serve(cache, cache.submit("b", PROMPT))
+    counts = request.cached
+    assert full == 10, "FULL never left the device"
+    assert (counts.device, counts.host, counts.storage, counts.asked) == (0, 0, 40, 40)
+    moved = {name: count for name, count in stats.fetched_pages.items() if count}
+    assert moved == {lacking.name.lower(): pages}
+    assert stats.loaded_pages == moved
 
 
 def test_what_storage_never_had_is_a_miss() -> None:

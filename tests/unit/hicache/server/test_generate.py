@@ -111,6 +111,11 @@ def test_the_default_output_ends_at_the_context() -> None:
         ({"input_ids": [1], "lora": "a", "lora_path": "b"}, "two names of one thing"),
         ({"input_ids": [1], "priority": "high"}, "priority"),
         ({"input_ids": [1], "sampling_params": []}, "sampling_params has 0 entries for 1 single prompt"),
+        (
+            {"input_ids": [1], "session_id": ["a"]},
+            "session_id has 1 entry for 1 single prompt: send it without a list",
+        ),
+        ({"input_ids": [[1], [2]], "session_id": ["a"]}, "session_id has 1 entry for 2 prompts"),
     ],
 )
 def test_a_body_that_makes_no_sense_is_refused_by_name(fields: dict[str, object], message: str) -> None:
