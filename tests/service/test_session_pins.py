@@ -19,8 +19,7 @@ from hicache.testing.services import Service
 START_S = 60.0
 CAPACITY = "2MiB"
 FLOOD = 8
-PROMPT = 400  # tokens: 25 pages of 16, 24 of them whole before the last token
-HIT = (PROMPT - 1) // 16 * 16
+PROMPT = 400  # tokens: 25 pages of 16
 EXTRA = {"prefetch_threshold": 16, "prefetch_timeout_base": 20.0}
 
 
@@ -32,7 +31,16 @@ class Replica(Service):
     def _command(self) -> list[str]:
         return [
             *(str(Path(sys.executable).with_name(self.executable)), "launch-server"),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--model-preset", "full", "--page-size", "16"),
+            *(
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+                "--model-preset",
+                "hybrid",
+                "--page-size",
+                "16",
+            ),
             *("--max-total-tokens", "1024", "--chunked-prefill-size", "256", "--context-length", "512"),
             *("--enable-hierarchical-cache", "--hicache-storage-backend", "grpc"),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
@@ -84,6 +92,11 @@ def prompt(seed: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=PROMPT)
 
 
+def next_turn(ids: list[int]) -> list[int]:
+    """What a session asks next: it needs the pages, and the window and state where they end."""
+    return [*ids, *prompt(5)[:50]]
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     world = World(tmp_path_factory.mktemp("pins"))
@@ -101,9 +114,9 @@ def test_what_an_open_session_needs_outlives_other_traffic_in_l3_until_it_is_clo
     assert closed == {"session_id": "over", "closed": True}
     world.a.flush()
     world.flood()
-    assert world.b.ask(nobody) == 0
-    assert world.b.ask(over) == 0
-    assert world.b.ask(agent) == HIT
+    assert world.b.ask(next_turn(nobody)) == 0
+    assert world.b.ask(next_turn(over)) == 0
+    assert world.b.ask(next_turn(agent)) == PROMPT
     world.b.flush()
     world.a.post("/close_session", session_id="agent")
 
@@ -116,7 +129,7 @@ def test_a_session_goes_on_from_l3_when_its_replica_was_killed(world: World) -> 
     world.a.kill()
     world.flood()
     world.a.restart(timeout_s=START_S)
-    assert world.a.ask([*agent, *prompt(5)[:50]], session_id="agent") == PROMPT // 16 * 16
+    assert world.a.ask(next_turn(agent), session_id="agent") == PROMPT
     world.a.post("/close_session", session_id="agent")
 
 
@@ -133,5 +146,5 @@ def test_what_a_killed_replica_pinned_goes_when_the_session_would_have_timed_out
         world.flood()
     for _ in range(3):
         world.flood()
-    assert world.b.ask(short) == 0
-    assert world.b.ask(long) == HIT
+    assert world.b.ask(next_turn(short)) == 0
+    assert world.b.ask(next_turn(long)) == PROMPT
