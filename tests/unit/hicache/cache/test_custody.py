@@ -81,3 +81,20 @@ def test_copies_of_device_pages_are_taken_as_far_as_nobody_reads_them(guarded: i
     pools.free(Tier.HOST, FULL, given[FULL])
     pools.unguard(held)
     bed.check_quiet()
+
+
+@pytest.mark.parametrize("free", [0, 3])
+@pytest.mark.parametrize("wanted", range(6))
+@pytest.mark.parametrize("copies", list(Copies))
+def test_no_more_is_given_up_than_is_wanted(wanted: int, free: int, copies: Copies) -> None:
+    """What others come back for would be lost, or what the device drops next be lost instead of demoted."""
+    bed = ScriptedCache((FULL,), host={FULL: 8})
+    bed.run("cached", tokens(4 * (8 - free)))
+    pools, tree = bed.cache.pools, bed.cache.tree
+    if copies is Copies.KEPT:
+        bed.cache.release_device()
+    given = pools.allocate(Tier.HOST, {FULL: wanted}, copies)
+    assert given is not None
+    assert tree.evictable(Tier.HOST, FULL) + tree.reclaimable() == min(8 - free, 8 - wanted)
+    pools.free(Tier.HOST, FULL, given[FULL])
+    bed.check_quiet()
