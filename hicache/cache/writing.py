@@ -217,7 +217,7 @@ class WriteDown:
     ) -> bool:
         """Begin writing what the host lacks of a path; store it afterwards from `store_hits` hits on.
 
-        Returns whether it lacked anything.
+        Returns whether a copy was begun or waits for storage; if not, what the host has may be stored.
         """
         if self._staging and not self._executor.has_storage:
             return False
@@ -232,7 +232,7 @@ class WriteDown:
         if targets is None:
             self._tree.end_write(write_lease, plan, {c: _nothing(len(p)) for c, p in plan.pages.items()})
             self._owe_host(path)
-            return True
+            return False
         if sum(map(len, targets.values())) < plan.count:
             self._note_progress(path, plan)
             self._owe_host(path)
@@ -253,7 +253,10 @@ class WriteDown:
         return not ahead or ahead + len(plan.pages.get(Component.FULL, ())) <= self._store_limit
 
     def _host_slots(self, plan: WritePlan) -> dict[Component, Slots] | None:
-        """Host pages for a plan: as much of FULL as fits, root first; SWA and states only in whole."""
+        """Host pages for a plan: as much of FULL as fits, root first; SWA and states only in whole.
+
+        None if nothing fits: a job without pages would lock the path, and at every tick a new one.
+        """
         full = len(plan.pages.get(Component.FULL, ()))
         if full:
             full = min(full, self._pools.available(Tier.HOST, Component.FULL))
@@ -265,7 +268,7 @@ class WriteDown:
         for component, positions in plan.pages.items():
             if component is not Component.FULL and full == len(plan.pages.get(Component.FULL, ())):
                 taken.update(self._pools.allocate(Tier.HOST, {component: len(positions)}) or {})
-        return taken
+        return taken if any(taken.values()) else None
 
     def _host_written(self, done: Done) -> None:
         write = self._writes.pop(done.job)

@@ -188,6 +188,8 @@ class LedgerExecutor(Executor):
                 # Half-written until the end: a reader that does not wait sees poison.
                 other = Tier.HOST if tier is Tier.DEVICE else Tier.DEVICE
                 self.content[other, move.component, target] = POISON
+        if not entry.moves:
+            raise InvariantViolation(f"{kind.value}: a copy of no pages locks its path for nothing")
         self._jobs[job] = entry
 
     def finish(self, job: JobId, *, failed: bool | None = None, upto: int | None = None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from hicache.config.cache import HostMemoryMode
 from hicache.testing.scripted_cache import FULL, MAMBA, SWA, ScriptedCache, tokens
-from hicache.transfer.base import JobId, JobKind
+from hicache.transfer.base import JobId, JobKind, Move
 from hicache.types import Component, Tier
 
 HOST = {FULL: 32, SWA: 32, MAMBA: 12}
@@ -169,5 +171,40 @@ def test_a_store_that_no_device_page_hangs_on_is_left_alone(mode: HostMemoryMode
     before = bed.cache.remembered()["in custody"]
     assert not bed.cache.release_waiting()
     assert bed.cache.remembered()["in custody"] == before == 0
+    bed.drain()
+    bed.check_quiet()
+
+
+@pytest.mark.parametrize("mode", list(HostMemoryMode))
+@pytest.mark.parametrize("extra", [SWA, MAMBA], ids=str)
+def test_a_write_that_the_host_has_no_slot_for_is_not_begun_again_and_again_behind_a_hung_store(
+    extra: Component, mode: HostMemoryMode
+) -> None:
+    """A copy of no pages at every tick locks its path: nobody is admitted, and the engine spins."""
+    bed = ScriptedCache(
+        (FULL, extra),
+        device={FULL: 24, SWA: 24, MAMBA: 8},
+        host={FULL: 32, SWA: 2, MAMBA: 1},
+        hicache_host_memory_mode=mode,
+        store_host_share=0.5,
+    )
+    for seed in (1, 2):
+        bed.begin(f"r{seed}", tokens(40, seed=seed))
+        go_on(bed, 60)
+    begun = 0
+    start_write = bed.executor.start_write
+
+    def count(job: JobId, moves: Sequence[Move]) -> None:
+        nonlocal begun
+        begun += 1
+        assert any(len(move.sources) for move in moves), "a copy of nothing"
+        start_write(job, moves)
+
+    bed.executor.start_write = count  # type: ignore[method-assign]
+    bed.begin("last", tokens(80, seed=3))
+    go_on(bed, 100)
+    assert bed.executor.open_jobs(JobKind.STORE)
+    assert "last" in {r.rid for r in bed.finished}
+    assert begun < 20
     bed.drain()
     bed.check_quiet()
