@@ -54,6 +54,7 @@ def what_happened(world: World) -> Counter[str]:
     stats = world.cache.stats
     totals = {
         "requests": len(world.seen),
+        "requests with a hit in storage": sum(r.cached.storage > 0 for r in world.seen),
         "finished": world.finished,
         "aborted": world.aborted,
         "prompt tokens": stats.prompt_tokens,

@@ -34,12 +34,19 @@ SETS = [(FULL,), (FULL, SWA), (FULL, MAMBA), (FULL, SWA, MAMBA)]
 SCOPES = [b"", b"", b"s" * 32]
 SESSIONS = ["a", "b", "\0", "\u00e9", "b" * 1024]
 TIMEOUT_MAX = 0.05  # s
+MOST_STEPS = 5000  # until everything has ended; a hundred are usual
 FAULTS = [
     Faults(),
     Faults(slow=0.3, slow_s=0.2),
     Faults(store_fails=0.1, object_lost=0.1, put_refused=0.05),
     Faults(object_short=0.1, copy_fails=0.05, put_refused=0.1, slow=0.1, slow_s=1.0),
     Faults(store_fails=0.3, copy_fails=0.2, slow=0.5, slow_s=10.0),
+]
+RARE_FAULTS = [
+    Faults(),
+    Faults(slow=0.1, slow_s=0.2),
+    Faults(store_fails=0.02, object_lost=0.02, put_refused=0.01),
+    Faults(object_short=0.02, copy_fails=0.02, put_refused=0.01, slow=0.05, slow_s=1.0),
 ]
 
 
@@ -71,6 +78,9 @@ class World:
     trouble: float  # how often something happens to storage
     scheduler: Scheduler = field(init=False)
     prompts: list[array[int]] = field(default_factory=list)
+    keeps: int = 13  # prompts that may come again
+    again: float = 0.0  # how often one does, as it was
+    rests: float = 0.0  # how often everything ends before something new begins
     live: dict[str, Request] = field(default_factory=dict)
     seen: list[Request] = field(default_factory=list)
     finished: int = 0
@@ -94,6 +104,8 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
     transfers end, fail and lose objects each in its own way, and their clocks differ.
     """
     rng = random.Random(seed)
+    tiers = rng.choice(["l1", "l1+l2", *["l1+l2+l3"] * 5])
+    asked_again = tiers == "l1+l2+l3" and rng.random() < 0.8
     kinds = rng.choice(SETS)
     page = rng.choice([1, 2, 4])
     chunk = page * rng.choice([2, 4, 8])
@@ -102,42 +114,9 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
     spec = random_spec(rng, kinds, page, window)
     if islands:
         spec = with_islands(spec)
-    swa_need = spec.window_pages + max(chunk, 8 * page) // page + 1
-    device = {
-        FULL: rng.choice([24, 40]),
-        SWA: swa_need + rng.choice([0, 1, 8, 20]),
-        MAMBA: rng.choice([2, 3, 6, 12]),
-    }
-    host = {FULL: rng.choice([8, 30, 60]), SWA: rng.choice([2, 8, 30]), MAMBA: rng.choice([1, 2, 8])}
-    tiers = rng.choice(["l1", "l1+l2", "l1+l2+l3", "l1+l2+l3", "l1+l2+l3"])
-    sizes = TierSizes({c: device[c] for c in kinds}, {} if tiers == "l1" else {c: host[c] for c in kinds})
-    buffer_only = tiers == "l1+l2+l3" and rng.random() < 0.3
-    mode = HostMemoryMode.BUFFER_ONLY if buffer_only else HostMemoryMode.CACHE
-    policies = [p for p in WritePolicy if not (buffer_only and p is WritePolicy.WRITE_BACK)]
-    config = CacheConfig(
-        hicache_host_memory_mode=mode,
-        hicache_write_policy=rng.choice(policies),
-        hicache_storage_prefetch_policy=rng.choice(list(PrefetchPolicy)),
-        prefetch_threshold=rng.choice([1, 2 * page]),
-        prefetch_timeout_base=0.01,
-        prefetch_timeout_per_ki_token=0.01,
-        prefetch_timeout_max=TIMEOUT_MAX,
-        radix_eviction_policy=rng.choice(
-            ["lru", "lfu", "slru", "priority", "fifo", "mru", "filo", "tlru", "adaptive"]
-        ),
-        chunked_prefill_size=chunk,
-        mamba_track_interval=8 * page,
-        mamba_prefill_checkpoints=rng.choice(list(StateCheckpoints)),
-        swa_checkpoint_interval=rng.choice([0, page, 3 * page]) if islands else 0,
-        store_host_share=rng.choice([0.1, 0.25, 0.5]),
-        enable_session_radix_cache=rng.random() < 0.9,
-        session_timeout=rng.choice([0.05, 1.0, float("inf")]),
-        max_sessions=rng.choice([1, 3, 8]),
-        load_or_recompute=rng.choice(list(HitLoading)),
-        recompute_margin=rng.choice([0.0, 0.25]),
-        recompute_retry_seconds=rng.choice([0.0, 0.1, 30.0]),
-    )
-    clock, faults = ManualClock(), rng.choice(FAULTS)
+    config = _draw_config(rng, page, chunk, islands=islands, tiers=tiers, asked_again=asked_again)
+    sizes = _draw_sizes(rng, spec, chunk, tiers=tiers, asked_again=asked_again)
+    clock, faults = ManualClock(), rng.choice([*RARE_FAULTS * 2, *FAULTS[1:]] if asked_again else FAULTS)
     own = rng if collective is None else random.Random(f"{seed}/{collective.rank}")
     longest_s = rng.choice([0.0, 0.05, 1.0])  # against 0.001 a token computed
     executor = LedgerExecutor(clock, own, storage=tiers == "l1+l2+l3", faults=faults, longest_s=longest_s)
@@ -150,8 +129,10 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
         cache = build_cache(spec, sizes, config, agreed, agreed.clock)
         runner = RankedRunner(runner, collective)
     # Where storage is never left in peace, little of it is ever read.
-    trouble = rng.choice([0.0, 0.003, 0.03])
+    trouble = rng.choice([0.0, 0.003] if asked_again else [0.0, 0.003, 0.03])
     world = World(seed, rng, own, clock, cache, executor, faults, trouble)
+    if asked_again:
+        world.keeps, world.again, world.rests = 30, 0.85, 0.1
     world.scheduler = Scheduler(
         world.cache,
         runner,
@@ -163,14 +144,68 @@ def make_world(seed: int, collective: Collective | None = None) -> World:
     return world
 
 
+def _draw_sizes(
+    rng: random.Random, spec: ModelSpec, chunk: int, *, tiers: str, asked_again: bool
+) -> TierSizes:
+    """Draw pages for L1 and L2. Where prompts are asked again, a few fit, and the others are in storage."""
+    swa_need = spec.window_pages + max(chunk, 8 * spec.page_size) // spec.page_size + 1
+    device = {
+        FULL: rng.choice([30] if asked_again else [24, 40]),
+        SWA: swa_need + rng.choice([1, 8, 20] if asked_again else [0, 1, 8, 20]),
+        MAMBA: rng.choice([6, 12] if asked_again else [2, 3, 6, 12]),
+    }
+    host = {
+        FULL: rng.choice([8, 16, 30] if asked_again else [8, 30, 60]),
+        SWA: rng.choice([2, 8, 30, 30] if asked_again else [2, 8, 30]),
+        MAMBA: rng.choice([2, 8] if asked_again else [1, 2, 8]),
+    }
+    return TierSizes({c: device[c] for c in spec.kinds}, {c: host[c] for c in spec.kinds if tiers != "l1"})
+
+
+def _draw_config(
+    rng: random.Random, page: int, chunk: int, *, islands: bool, tiers: str, asked_again: bool
+) -> CacheConfig:
+    """Draw policies and limits. Where prompts are asked again, most leave a read the time it needs."""
+    buffer_only = tiers == "l1+l2+l3" and rng.random() < 0.3
+    mode = HostMemoryMode.BUFFER_ONLY if buffer_only else HostMemoryMode.CACHE
+    policies = [p for p in WritePolicy if not (buffer_only and p is WritePolicy.WRITE_BACK)]
+    waits = [*PrefetchPolicy, *[PrefetchPolicy.WAIT_COMPLETE] * 6 * asked_again]
+    return CacheConfig(
+        hicache_host_memory_mode=mode,
+        hicache_write_policy=rng.choice([*policies, *[WritePolicy.WRITE_THROUGH] * 3 * asked_again]),
+        hicache_storage_prefetch_policy=rng.choice(waits),
+        prefetch_threshold=rng.choice([1] if asked_again else [1, 2 * page]),
+        prefetch_timeout_base=rng.choice([0.01, 0.04] if asked_again else [0.01]),
+        prefetch_timeout_per_ki_token=0.01,
+        prefetch_timeout_max=TIMEOUT_MAX,
+        radix_eviction_policy=rng.choice(
+            ["lru", "lfu", "slru", "priority", "fifo", "mru", "filo", "tlru", "adaptive"]
+        ),
+        chunked_prefill_size=chunk,
+        mamba_track_interval=page * rng.choice([2, 4] if asked_again else [8]),
+        mamba_prefill_checkpoints=rng.choice(list(StateCheckpoints)),
+        swa_checkpoint_interval=rng.choice([0, page, 3 * page]) if islands else 0,
+        store_host_share=rng.choice([0.5] if asked_again else [0.1, 0.25, 0.5]),
+        enable_session_radix_cache=rng.random() < 0.9,
+        session_timeout=rng.choice([0.05, 1.0, float("inf")]),
+        max_sessions=rng.choice([1, 3, 8]),
+        load_or_recompute=rng.choice([*HitLoading, *[HitLoading.ALWAYS] * 4 * asked_again]),
+        recompute_margin=rng.choice([0.0, 0.25]),
+        recompute_retry_seconds=rng.choice([0.0, 0.1, 30.0]),
+    )
+
+
 def next_prompt(world: World) -> array[int]:
     """A new prompt, a known one again, an extension, or a branch off one."""
     rng = world.rng
+    if world.prompts and rng.random() < world.again:
+        return rng.choice(world.prompts)
     base = array("I", rng.choice(world.prompts)) if world.prompts and rng.random() < 0.8 else array("I")
     base = base[: rng.randint(0, len(base))] if rng.random() < 0.5 else base
-    base.extend(rng.randrange(3) for _ in range(rng.randint(1, 20)))
+    longer = world.cache.spec.page_size * rng.randint(2, 8) if world.again else 0
+    base.extend(rng.randrange(3) for _ in range(rng.randint(1, 20) + longer))
     base = base[: world.cache.max_request_tokens - 12]
-    world.prompts = [*world.prompts[-12:], base]
+    world.prompts = [*world.prompts[1 - world.keeps :], base]
     return base
 
 
@@ -182,18 +217,32 @@ def act(world: World) -> None:
         if scheduler.num_waiting < 6:
             _submit(world)
     elif action < 0.28:
-        if world.live:
-            _abort(world)
+        _abort(world)
     elif action < 0.30:
         (scheduler if action < 0.29 else world.cache).flush()  # the second with anything in flight
     elif action < 0.31:
         _let_go(world)
     elif action < 0.31 + world.trouble:
         _trouble_storage(world)
+    elif action < 0.31 + world.trouble + world.rests:
+        rest(world)
     elif action > 0.97:
         _meet_sessions(world)
     elif not scheduler.step():
         scheduler.wait(rng.choice([0.01, 0.1]))
+
+
+def rest(world: World) -> None:
+    """Let everything end. A few requests that take so many steps wait for something that cannot come."""
+    world.executor.release_readers()
+    steps = 0
+    while not world.scheduler.idle:
+        if (steps := steps + 1) > MOST_STEPS:
+            raise InvariantViolation(f"{len(world.live)} requests have not ended in {MOST_STEPS} steps")
+        if not world.scheduler.step():
+            world.scheduler.wait(1.0)
+    if not world.cache.settle(1e3):
+        raise InvariantViolation("transfers did not end")
 
 
 def _let_go(world: World) -> None:
@@ -212,7 +261,9 @@ def _submit(world: World) -> None:
     rid = f"r{rng.randrange(40)}"
     if rid in world.live:
         return
-    new = make_request(rid, next_prompt(world), rng.randint(1, 12), scope=rng.choice(SCOPES))
+    new = make_request(
+        rid, next_prompt(world), rng.randint(1, 12), scope=b"" if world.again else rng.choice(SCOPES)
+    )
     new.priority = rng.randrange(3)
     new.session_id = rng.choice([None, *SESSIONS])
     world.scheduler.submit(new)
@@ -221,6 +272,8 @@ def _submit(world: World) -> None:
 
 
 def _abort(world: World) -> None:
+    if not world.live:
+        return
     rid = world.rng.choice(list(world.live))
     if not world.scheduler.abort(rid):
         raise InvariantViolation(f"{rid} is neither queued nor running, and has not ended")
@@ -370,8 +423,5 @@ def run(world: World, steps: int) -> None:
 
 def come_to_rest(world: World) -> None:
     """Let everything end, and check that nothing is left."""
-    world.executor.release_readers()
-    world.scheduler.run_until_idle(stall_s=1e3)
-    if not world.cache.settle(1e3):
-        raise InvariantViolation("transfers did not end")
+    rest(world)
     check_quiet(world)

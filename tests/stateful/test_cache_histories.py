@@ -31,6 +31,8 @@ class World:
     executor: LedgerExecutor
     rng: random.Random
     prompts: list[array[int]]
+    keeps: int = 13
+    again: float = 0.0
     finished: int = 0
 
 
