@@ -130,9 +130,10 @@ class Results:
 
     def __init__(self, file: Path, snapshot: str) -> None:
         self._file, self._snapshot = file, snapshot
-        before = json.loads(file.read_text()) if file.exists() else {"snapshot": "", "results": []}
-        self._all = {one["name"]: Result(**one) for one in before["results"]}
-        self._known = set(self._all) if before["snapshot"] == snapshot else set()
+        before = json.loads(file.read_text()) if file.exists() else {}
+        kept, hints = ([Result(**one) for one in before.get(key, ())] for key in ("results", "hints"))
+        self._all = {one.name: one for one in (*hints, *kept)}
+        self._known = {one.name for one in kept} if before.get("snapshot") == snapshot else set()
 
     def of(self, mutant: Mutant) -> Result | None:
         return self._all[mutant.name] if mutant.name in self._known else None
@@ -145,7 +146,9 @@ class Results:
         self._known.add(result.name)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_suffix(".partial")
-        text = {"snapshot": self._snapshot, "results": [asdict(one) for one in self._all.values()]}
+        text: dict[str, object] = {"snapshot": self._snapshot}
+        text["results"] = [asdict(one) for name, one in self._all.items() if name in self._known]
+        text["hints"] = [asdict(one) for name, one in self._all.items() if name not in self._known]
         partial.write_text(json.dumps(text, indent=1))
         partial.replace(self._file)
 

@@ -25,3 +25,18 @@ def test_a_region_names_functions_and_tests_that_exist(region: mutation_run.Regi
     assert mutation_run.list_mutants(ROOT, region, 1.0, 1)
     for test in region.tests:
         assert (ROOT / test.removeprefix("--deselect=").partition("::")[0]).exists()
+
+
+def test_results_of_other_code_are_hints_and_never_counted(tmp_path: Path) -> None:
+    """A run that is stopped and gone on with after an edit would count what it has not tried again."""
+    old, new = mutation_run.list_mutants(ROOT, mutation_run.REGIONS[0], 1.0, 1)[:2]
+    results = [
+        mutation_run.Result(mutant.name, "leases", 1, "killed", f"test {mutant.number}", 1, 0.1)
+        for mutant in (old, new)
+    ]
+    mutation_run.Results(tmp_path / "r.json", "before").keep(results[0])
+    mutation_run.Results(tmp_path / "r.json", "after").keep(results[1])
+    again = mutation_run.Results(tmp_path / "r.json", "after")
+    assert again.of(old) is None
+    assert again.of(new) == results[1]
+    assert set(again.hints([old, new])) == {old.name, new.name}

@@ -90,9 +90,10 @@ def test_pages_whose_copy_or_store_fails_do_not_stay_on_the_host(failing: JobKin
     world.check_quiet()
 
 
-def test_a_prompt_longer_than_the_buffer_is_stored_whole() -> None:
-    """The buffer bounds what is under way, not what can be stored."""
-    world = buffered((FULL,), host={FULL: 8}, device=ROOMY)
+@pytest.mark.parametrize("buffer", [8, 3, 1])
+def test_a_prompt_longer_than_the_buffer_is_stored_whole(buffer: int) -> None:
+    """The buffer bounds what is under way, not what can be stored, in however many parts."""
+    world = buffered((FULL,), host={FULL: buffer}, device=ROOMY)
     world.run("long", tokens(200))
     for _ in range(200):
         for job in world.executor.open_jobs():
