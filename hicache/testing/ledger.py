@@ -350,6 +350,10 @@ class ScriptedLedger(LedgerExecutor):
         """Return what a storage job names."""
         return self._jobs[job].refs
 
+    def pages(self, job: JobId) -> int:
+        """Return how many pages a copy moves."""
+        return len(self._jobs[job].moves)
+
     def poll(self) -> list[Done]:
         ended, self._ended = self._ended, []
         return ended
