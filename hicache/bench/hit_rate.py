@@ -135,7 +135,7 @@ def read_samples(
             continue
         try:
             samples.extend([_sample(record) for record in _records(line)])
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
             problems.append(f"{source} line {number}: {error}")
     if problems and skipped is None:
         shown = problems[:MAX_ERRORS_SHOWN]

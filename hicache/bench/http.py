@@ -203,7 +203,7 @@ class _Driver:
     def _take_chunk(self, reply: _Reply, data: bytes) -> None:
         try:
             chunk = msgspec.json.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ServerError(f"{self._url}/generate: a chunk is no JSON: {error}") from error
         if "error" in chunk:
             raise ServerError(f"{self._url}/generate: {chunk['error']}")

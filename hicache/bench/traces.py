@@ -128,7 +128,7 @@ def _request(
 def _decode(raw: bytes, where: str) -> _Record:
     try:
         value = msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{where}: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a JSON object, not {type(value).__name__}")

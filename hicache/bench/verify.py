@@ -238,7 +238,7 @@ class Server:
     def _json(self, raw: bytes, path: str) -> dict[str, object]:
         try:
             return msgspec.json.decode(raw, type=dict[str, object])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise VerifyError(f"{self.url}{path}: the answer is no JSON object: {error}") from error
 
 

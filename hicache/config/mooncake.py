@@ -122,7 +122,7 @@ def _base(explicit: Mapping[str, object], env: Mapping[str, str]) -> tuple[dict[
     if path := env.get(CONFIG_PATH_VARIABLE):
         try:
             loaded = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise ConfigError(f"mooncake: {CONFIG_PATH_VARIABLE}={path}: {error}") from error
         return {k: v for k, v in loaded.items() if v is not None}, path
     return {name: env[v] for name, v in VARIABLES.items() if env.get(v)}, "MOONCAKE_* variables"

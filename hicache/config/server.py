@@ -259,7 +259,13 @@ def read_mapping(text: str, *, flag: str) -> dict[str, object]:
         if path.suffix == ".toml":
             return tomllib.loads(content)
         return msgspec.json.decode(content, type=dict[str, object])
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.DecodeError) as error:
+    except (
+        OSError,
+        UnicodeDecodeError,
+        tomllib.TOMLDecodeError,
+        msgspec.DecodeError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
             f"{flag} {text}: {error}; give a JSON object, or @FILE that ends in .json or .toml"
         ) from error

@@ -350,7 +350,7 @@ async def _fields(request: Request, known: set[str]) -> dict[str, object]:
     raw = await _body(request)
     try:
         fields = msgspec.json.decode(raw or b"{}", type=dict[str, object])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON object: {error}") from error
     unknown = sorted(fields.keys() - known)
     if unknown:

@@ -148,7 +148,7 @@ def parse(raw: bytes, limits: Limits) -> GenerateCall:
 def _decode(raw: bytes) -> _Body:
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON object: {error}") from error
     _refuse_active("", fields, _INERT_FIELDS, _IGNORED_FIELDS | _BODY_FIELDS)
     return _convert({k: v for k, v in fields.items() if k in _BODY_FIELDS}, _Body, "")

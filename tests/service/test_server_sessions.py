@@ -120,6 +120,15 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert len(message) < 400
 
 
+@pytest.mark.parametrize("path", ["/generate", "/open_session", "/close_session"])
+def test_a_body_nested_without_end_is_refused(client: httpx.Client, path: str) -> None:
+    """A hundred kilobytes of brackets would be an error of the server, with a traceback in its log."""
+    body = b'{"session_id": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+    reply = client.post(path, content=body)
+    assert reply.status_code == 400
+    assert "the body is no JSON object" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("session", ["\0", "\u00e9\u4e2d\U0001f600", " ", "../../etc", "a" * 1024])
 def test_any_other_text_is_a_session(client: httpx.Client, session: str) -> None:
     """Ids come from other people's databases."""

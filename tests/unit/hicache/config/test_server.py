@@ -150,3 +150,9 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path.write_text("[server]\npage_sice = 16\n")
     with pytest.raises(ConfigError, match="page_sice"):
         load_server_config(path, {})
+
+
+def test_json_nested_without_end_is_refused() -> None:
+    """A traceback of a thousand lines would hide which flag it was."""
+    with pytest.raises(ConfigError, match="; give a JSON object, or @FILE"):
+        read_mapping('{"a": ' + "[" * 50_000 + "]" * 50_000 + "}", flag="--kv-events-config")

@@ -142,7 +142,10 @@ def test_a_field_of_the_wrong_kind_is_named_first(fields: dict[str, object], mes
     assert str(refused.value) == message
 
 
-@pytest.mark.parametrize("raw", [b"", b"[1]", b'{"text": ', b"\xff\xfe"])
+NESTED = b'{"input_ids": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+
+
+@pytest.mark.parametrize("raw", [b"", b"[1]", b'{"text": ', b"\xff\xfe", pytest.param(NESTED, id="nested")])
 def test_a_body_that_is_no_json_object_is_refused(raw: bytes) -> None:
     """Garbage would end a connection without a word."""
     with pytest.raises(BadRequest, match="no JSON object"):
