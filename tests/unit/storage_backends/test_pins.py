@@ -1,4 +1,4 @@
-"""Pins of conversations: their objects are dropped last, and only for as long as they are open."""
+"""Pins of conversations by the clock, and their bound; what a store does with them is in session_suite."""
 
 from __future__ import annotations
 
@@ -42,29 +42,6 @@ def flood(store: StorageBackend, mark: str, count: int = 30) -> None:
     put(store, *(f"{mark}{i}" for i in range(count)))
 
 
-def test_what_a_session_pins_outlives_everything_else_until_it_is_closed(store: MemoryBackend) -> None:
-    """A busy neighbour would throw out the conversation that comes back in a minute."""
-    put(store, "a", "b", "c")
-    store.pin("s", ["a", "b", "later"], 60.0)
-    flood(store, "x")
-    put(store, "later")
-    flood(store, "y")
-    assert there(store, "a", "b", "c", "later") == [1, 1, 0, 1]
-    store.close_session("s")
-    store.close_session("s")
-    flood(store, "z")
-    assert there(store, "a", "b", "later") == [0, 0, 0]
-
-
-def test_a_full_store_of_pinned_objects_still_takes_new_ones(store: MemoryBackend) -> None:
-    """Sessions that nobody closes would end the store's use for everybody."""
-    keys = [f"k{i}" for i in range(40)]
-    store.pin("s", keys, 60.0)
-    put(store, *keys)
-    assert there(store, *keys)[-10:] == [1] * 10
-    assert store.stats().objects == 10
-
-
 def test_shared_objects_stay_for_the_other_session_and_times_run_out(
     store: MemoryBackend, clock: ManualClock
 ) -> None:
@@ -79,18 +56,6 @@ def test_shared_objects_stay_for_the_other_session_and_times_run_out(
     flood(store, "y")
     assert there(store, "shared") == [0]
     assert store.stats().details["pinned_keys"] == 0
-
-
-def test_a_deleted_or_cleared_object_leaves_no_trace_in_the_order(store: MemoryBackend) -> None:
-    """Counts of bytes would drift, and the store would refuse writes or overrun its memory."""
-    store.pin("s", ["a", "b", "c"], 60.0)
-    put(store, "a", "b", "c")
-    flood(store, "x")
-    assert store.delete(["a"]) == 1
-    assert store.clear("b") == 1
-    flood(store, "y")
-    assert there(store, "a", "b", "c") == [0, 0, 1]
-    assert store.stats().used_bytes == 10 * SIZE
 
 
 def test_pins_are_bounded_by_ending_the_session_heard_of_least_recently() -> None:
