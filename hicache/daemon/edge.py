@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -22,6 +22,10 @@ from hicache.errors import BackendError, BackendTimeout
 from hicache.metrics import DaemonMetrics
 
 logger = logging.getLogger(__name__)
+
+_OK: int = grpc.StatusCode.OK.value[0]
+# Answered while the daemon drains: what ends a write that has begun, and what an operator looks at.
+_TO_THE_END = frozenset({"Commit", "Publish", "Abort", "Stats"})
 
 Request = TypeVar("Request", bound=Message)
 
@@ -46,20 +50,24 @@ class Cancelled(Exception):
 
 
 class Aborts(Protocol):
-    """Takes the status that a call ends with instead of a reply."""
+    """Ends a call with a status instead of a reply, by raising."""
 
-    def abort(self, code: grpc.StatusCode, details: str) -> None: ...
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn: ...
 
 
-class _Ended:
-    """How a call that is not gRPC's ended."""
+class _Aborted(Exception):
+    """A call that is not gRPC's ended with this status."""
 
-    def __init__(self) -> None:
-        self.code = grpc.StatusCode.OK
-        self.details = ""
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
 
-    def abort(self, code: grpc.StatusCode, details: str) -> None:
-        self.code, self.details = code, details
+
+class _Local:
+    """Aborts a call that is not gRPC's."""
+
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        raise _Aborted(code, details)
 
 
 class Context(Aborts, Protocol):
@@ -110,19 +118,29 @@ class Edge:
 
     def __init__(self, metrics: DaemonMetrics) -> None:
         self._metrics = metrics
-        self._lock = threading.Lock()
-        self._running = 0
-        self._answered = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._running = 0  # of those that began before close()
+        self._answered = 0  # of those, after it
 
     @property
-    def running(self) -> int:
-        """Calls at work."""
-        return self._running
+    def closed(self) -> bool:
+        """True from close() on."""
+        return self._closed
 
-    @property
-    def answered(self) -> int:
-        """Calls that ended with an answer, whatever it says, since the start."""
-        return self._answered
+    def close(self) -> None:
+        """Refuse what begins from now on."""
+        with self._changed:
+            self._closed = True
+
+    def finish(self, seconds: float) -> tuple[int, int]:
+        """Wait for the calls that began before close(), so long at most.
+
+        Return how many were answered since then, whatever the answer, and how many are still at work.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, timeout=seconds)
+            return self._answered, self._running
 
     def unary(
         self, name: str, kind: type[Request], handle: Callable[[Request], Message]
@@ -142,11 +160,12 @@ class Edge:
         """The same over an attached client's own connection: a status code, and a message or why not."""
 
         def call(raw: bytes) -> tuple[int, bytes]:
-            ended = _Ended()
-            reply = b""
-            with self._guard(name, ended):
-                reply = handle(parse(kind, raw)).SerializeToString()
-            return ended.code.value[0], reply if ended.code is grpc.StatusCode.OK else ended.details.encode()
+            try:
+                with self._guard(name, _Local()):
+                    return _OK, handle(parse(kind, raw)).SerializeToString()
+            except _Aborted as ended:
+                return ended.code.value[0], str(ended).encode()
+            raise AssertionError("the guard aborts")
 
         return call
 
@@ -177,18 +196,22 @@ class Edge:
     def _guard(self, name: str, context: Aborts) -> Iterator[None]:
         started = time.perf_counter()
         code, message = grpc.StatusCode.CANCELLED, "the call was given up"
-        with self._lock:
-            self._running += 1
+        with self._changed:
+            late = self._closed
+            self._running += not late
         try:
+            if late and name not in _TO_THE_END:
+                raise Refusal(grpc.StatusCode.UNAVAILABLE, "the daemon drains")
             with self._metrics.in_flight.labels(name).track_inprogress():
                 yield
             code, message = grpc.StatusCode.OK, ""
         except Exception as error:  # noqa: BLE001  # the edge: everything becomes a status
             code, message = _status(name, error)
         finally:
-            with self._lock:
-                self._running -= 1
-                self._answered += code is not grpc.StatusCode.CANCELLED
+            with self._changed:
+                self._running -= not late
+                self._answered += self._closed and not late and code is not grpc.StatusCode.CANCELLED
+                self._changed.notify_all()
             self._metrics.call_seconds.labels(name).observe(time.perf_counter() - started)
             self._metrics.calls.labels(name, code.name).inc()
         if code is not grpc.StatusCode.OK:

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_S = 1.0
 # A peer that answers no ping for so long is gone; its streams end and what it reserved comes back.
 _PING_EVERY_MS, _PING_TIMEOUT_MS = 10_000, 5_000
+# What is left for gRPC when every call has been answered: to send the last replies.
+_LAST_REPLIES_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +152,12 @@ class Daemon:
 
     def _drain(self) -> Drained:
         began = time.monotonic()
-        self._service.draining = True
+        # gRPC's own grace comes last and is short: a call that arrives as it begins hangs until its end.
+        self._edge.close()
         self._health.enter_graceful_shutdown()
-        answered, running = self._edge.answered, self._edge.running
         self._hub.close()  # watchers would never end by themselves
-        self._server.stop(self._config.drain_seconds).wait()
-        finished = self._edge.answered - answered
-        cut_off = max(0, running - finished)
+        finished, cut_off = self._edge.finish(self._config.drain_seconds)
+        self._server.stop(None if cut_off else _LAST_REPLIES_S).wait()
         self._stopping.set()
         self._housekeeper.join()
         if self._metrics_server is not None:

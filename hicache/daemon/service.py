@@ -6,17 +6,16 @@ import dataclasses
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 
 import grpc
-from google.protobuf.message import Message
 
 from hicache.clock import Clock
 from hicache.config.serve import ServeConfig
 from hicache.daemon.arena_store import extent_of
 from hicache.daemon.attach import Answer
-from hicache.daemon.edge import BadRequest, Cancelled, Context, Edge, Refusal, Request, parse
+from hicache.daemon.edge import BadRequest, Cancelled, Context, Edge, Refusal, parse
 from hicache.daemon.events import Change, ChangeKind, EventHub, Lost
 from hicache.daemon.misses import Fate, Fates
 from hicache.daemon.plane import ArenaPlane
@@ -69,7 +68,6 @@ class CacheService:
     ) -> None:
         self._fates = fates
         self.epoch = secrets.randbits(63) | 1
-        self.draining = False
         self._config = config
         self._store = store
         self._hub = hub
@@ -112,20 +110,11 @@ class CacheService:
 
     def local_answers(self) -> Mapping[str, Answer]:
         """Return what attached clients may call over their own connections, by name."""
-
-        def unless_draining(handle: Callable[[Request], Message]) -> Callable[[Request], Message]:
-            def call(request: Request) -> Message:
-                if self.draining:
-                    raise Refusal(grpc.StatusCode.UNAVAILABLE, "the daemon drains")
-                return handle(request)
-
-            return call
-
         local = self._edge.local
         return {
-            "Probe": local("Probe", pb.ProbeRequest, unless_draining(self.probe)),
-            "Locate": local("Locate", pb.LocateRequest, unless_draining(self.locate)),
-            "BeginWrite": local("BeginWrite", pb.BeginWriteRequest, unless_draining(self.begin_write)),
+            "Probe": local("Probe", pb.ProbeRequest, self.probe),
+            "Locate": local("Locate", pb.LocateRequest, self.locate),
+            "BeginWrite": local("BeginWrite", pb.BeginWriteRequest, self.begin_write),
             "Publish": local("Publish", pb.PublishRequest, self.publish),
         }
 
@@ -444,7 +433,7 @@ class CacheService:
             daemon_version=self._version,
             store=self._store.backend.name,
             uptime_seconds=self._clock.now() - self._started,
-            draining=self.draining,
+            draining=self._edge.closed,
             objects=stats.objects,
             used_bytes=stats.used_bytes,
             capacity_bytes=stats.capacity_bytes,
