@@ -193,7 +193,7 @@ class StorageLink:
                 self._failed("probe", error)
                 return True
             except Exception as error:
-                self._breaker_failure("call", error)
+                self._breaker_failure("probe", error)
                 raise
             self._worked()
             job.flags[start : start + len(keys)] = bytes(1 if flag else 0 for flag in found)
@@ -234,7 +234,7 @@ class StorageLink:
                 self._failed("write", error)
                 return True
             except Exception as error:
-                self._breaker_failure("call", error)
+                self._breaker_failure("write", error)
                 raise
             if failed:
                 self._breaker_failure("write", "the store could not keep an object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import random
 
 import pytest
@@ -43,6 +44,26 @@ def verdict(codec: ObjectCodec, component: Component, data: bytearray | bytes, p
 @pytest.fixture(scope="module")
 def codec() -> ObjectCodec:
     return ObjectCodec(model(), "tp0of2")
+
+
+@pytest.mark.parametrize(
+    ("component", "absent", "digest"),
+    [
+        (Component.FULL, (), "e4f8e52f66e58c5a"),
+        (Component.FULL, ("indexer",), "c53244a649a1f2b4"),
+        (Component.SWA, (), "aed50d4f68b75915"),
+        (Component.MAMBA, (), "b9070193bd2e3e6a"),
+    ],
+)
+def test_the_bytes_of_a_version_never_change(
+    codec: ObjectCodec, component: Component, absent: tuple[str, ...], digest: str
+) -> None:
+    """What was stored before an upgrade would be refused. A new format takes a new VERSION and digests."""
+    data = bytearray(codec.size(component, absent=absent))
+    for view in codec.payload_views(component, memoryview(data), absent=absent):
+        view[:] = bytes(i % 251 for i in range(len(view)))
+    codec.seal(component, PAGE, memoryview(data), absent=absent)
+    assert hashlib.sha256(data).hexdigest()[:16] == digest
 
 
 @pytest.mark.parametrize("component", list(Component))

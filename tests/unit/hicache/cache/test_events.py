@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 
 import pytest
 
-from hicache.cache.events import Cleared, EventLog, Stored
+from hicache.cache.events import Cleared, EventLog, Removed, Stored
 from hicache.keys import page_hashes
 from hicache.testing.router import Router
 from hicache.testing.scripted_cache import ScriptedCache, tokens
@@ -160,3 +161,22 @@ def test_who_comes_late_is_told_what_storage_has_of_every_component(router: Rout
         told = {digest for digest, tier, what in router.held if (tier, what) == (Tier.STORAGE, component)}
         assert told == cache.stored(component)
         assert told
+
+
+def test_evicted_pages_are_counted_by_tier_and_component_as_routers_hear_of_them(router: Router) -> None:
+    """An operator would size the wrong pool: only the counts say which one is short."""
+    cache = ScriptedCache(
+        (FULL, SWA, MAMBA), device={FULL: 24, SWA: 16, MAMBA: 4}, host={FULL: 30, SWA: 12, MAMBA: 4}
+    )
+    cache.cache.publish_events(router)
+    for i in range(8):
+        cache.run(f"r{i}", tokens(50, seed=i + 1))
+        settle(cache)
+    told = Counter(
+        f"{e.tier.name.lower()}.{e.component.name.lower()}"
+        for e in router.events
+        if isinstance(e, Removed) and e.why in (Loss.EVICTED, Loss.DEMOTED)
+        for _ in e.digests
+    )
+    assert cache.cache.stats.evicted_pages == told
+    assert set(told) == {f"{tier}.{c}" for tier in ("device", "host") for c in ("full", "swa", "mamba")}

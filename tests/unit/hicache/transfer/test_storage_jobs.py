@@ -75,9 +75,8 @@ def test_calls_are_batches_of_bounded_count(world: TransferWorld, store: FaultyB
 
 def test_calls_are_batches_of_bounded_bytes(store: FaultyBackend) -> None:
     """Large pages must not make a call outlast the store's bound."""
-    limits = StorageLimits(
-        batch_objects=100, batch_bytes=2 * ObjectCodec(hybrid_spec(16), "0of1").size(FULL) + 1
-    )
+    exactly_two = 2 * ObjectCodec(hybrid_spec(16), "0of1").size(FULL)
+    limits = StorageLimits(batch_objects=100, batch_bytes=exactly_two)
     with TransferWorld(store, limits=limits) as world:
         world.store(REFS, SLOTS)
         assert world.fetch(REFS, TARGETS).flags == ALL_EIGHT

@@ -222,6 +222,36 @@ def test_writes_that_fail_open_the_breaker_too(store: FaultyBackend) -> None:
         assert not world.executor.has_storage
 
 
+@pytest.mark.parametrize(
+    ("operation", "kind", "said"),
+    [
+        ("probe", JobKind.PROBE, "probe"),
+        ("read", JobKind.FETCH, "read"),
+        ("begin_write", JobKind.STORE, "write"),
+        ("commit", JobKind.STORE, "write"),
+    ],
+)
+def test_a_backend_with_a_bug_is_bypassed_like_a_dead_one(
+    store: FaultyBackend, operation: str, kind: JobKind, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody's own backend that raises what it likes would be called, and logged, for ever."""
+    with TransferWorld(store, limits=LIMITS) as world:
+        world.store(REFS[:4], SLOTS[:4])
+        store.script = always(**{operation: Fault(error=KeyError("bug"))})
+        for _ in range(3):
+            assert world.executor.has_storage
+            if kind is JobKind.PROBE:
+                done = world.probe(REFS)
+            elif kind is JobKind.FETCH:
+                done = world.fetch(REFS, TARGETS)
+            else:
+                done = world.store(REFS[4:], SLOTS[4:])
+            assert done.failed
+            assert not any(done.flags[-4:])
+        assert not world.executor.has_storage
+        assert f"faulty: {said} failed: 'bug'" in caplog.messages
+
+
 def test_a_full_store_is_no_failure(store: FaultyBackend) -> None:
     """Bypassing a store because it is full would lose the hits on what it holds."""
     store.script = always(begin_write=Fault(refuse=WriteOutcome.NO_SPACE))

@@ -94,3 +94,28 @@ def test_a_cancelled_and_a_detached_job_say_so(world: TransferWorld, store: Faul
     assert world.executor.detach(5.0)
     assert not world.executor.storage_bypassed
     assert world.fetch(REFS, TARGETS).why is Why.DETACHED
+
+
+@pytest.mark.parametrize("ending", [Why.CANCELLED, Why.DETACHED])
+def test_a_probe_that_was_cut_short_says_why_and_keeps_what_it_knows(
+    store: FaultyBackend, ending: Why
+) -> None:
+    """What it did not get to ask is not known to be absent, and the accounts would call it not stored."""
+    gate = threading.Event()
+    with TransferWorld(store, limits=StorageLimits(probe_keys=3)) as world:
+        world.store(REFS, SLOTS)
+        store.script = scripted(probe=[None, Fault(gate=gate)])
+        job = world.job()
+        world.executor.start_probe(job, REFS)
+        until(lambda: store.count("probe") == 2)
+        detach = threading.Thread(target=world.executor.detach, args=(30.0,))
+        if ending is Why.CANCELLED:
+            world.executor.cancel(job)
+        else:
+            detach.start()
+            until(lambda: not world.executor.has_storage)
+        gate.set()
+        done = world.end()
+        if ending is Why.DETACHED:
+            detach.join()
+    assert (done.flags, done.why, done.failed) == (b"\x01" * 6 + b"\0\0", ending, True)
