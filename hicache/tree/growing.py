@@ -78,7 +78,13 @@ class _Offer:
 
 
 def _check_offer(
-    f: Forest, view: memoryview, start: int, end: int, full: Slots, swa: Slots | None
+    f: Forest,
+    view: memoryview,
+    start: int,
+    end: int,
+    full: Slots,
+    swa: Slots | None,
+    states: Sequence[tuple[int, int]],
 ) -> Slots | None:
     if not 0 <= start <= end or end * f.page_bytes > view.nbytes:
         raise ValueError(
@@ -86,6 +92,11 @@ def _check_offer(
         )
     if len(full) != end - start:
         raise ValueError(f"{len(full)} FULL slots for pages [{start}, {end})")
+    if states and not f.mamba:
+        raise ValueError("states for a tree without MAMBA")
+    for boundary, _ in states:
+        if not start < boundary <= end:
+            raise ValueError(f"state at {boundary} is not inside ({start}, {end}]")
     if not f.swa:
         if swa:
             raise ValueError("SWA slots for a tree without SWA")
@@ -112,7 +123,7 @@ def insert(
     """Add device pages at a lease and move the lease to their end."""
     held = checked(f, lease)
     view = byte_view(tokens)
-    swa = _check_offer(f, view, start, end, full, swa)
+    swa = _check_offer(f, view, start, end, full, swa, states)
     if held.tier is not Tier.DEVICE or held.depth < start:
         raise ValueError(
             f"pages from {start} on need a DEVICE lease that covers them, not depth {held.depth}"
@@ -197,7 +208,7 @@ def _join_device(f: Forest, offer: _Offer, node: Node, at: int, stop: int, out: 
 
 def _adopt_swa(f: Forest, offer: _Offer, node: Node, low: int, high: int) -> None:
     """Adopt offered SWA slots of existing pages [low, high) where the tier has none."""
-    if offer.swa is None or low >= high:
+    if offer.swa is None:
         return
     swa = node.swa
     assert swa is not None
@@ -287,12 +298,8 @@ def _adopt_states(
     f: Forest, offer: _Offer, node: Node, states: Sequence[tuple[int, int]], reached: int
 ) -> None:
     """Adopt the states (boundary, slot) up to `reached`, in `node`, that the tier lacks."""
-    if not f.mamba:
-        raise ValueError("states for a tree without MAMBA")
     tier = offer.tier
     for boundary, slot in states:
-        if not offer.start < boundary <= offer.end:
-            raise ValueError(f"state at {boundary} is not inside ({offer.start}, {offer.end}]")
         at = node
         while at.start >= boundary and at.parent is not None:
             at = at.parent
@@ -368,7 +375,7 @@ def insert_host(
     if not f.has_host:
         raise ValueError("this tree was built without a host tier")
     view = byte_view(tokens)
-    swa = _check_offer(f, view, start, end, full, swa)
+    swa = _check_offer(f, view, start, end, full, swa, states)
     offer = _Offer(Tier.HOST, view, start, end, full, swa, now, 0, end * f.page_size)
     offer.stored = stored
     node, at = _lay_host(f, offer, f.root(scope))

@@ -52,7 +52,6 @@ def plan_write(
     plan = WritePlan(source, pages, slots)
     depth = _worth(path, held.depth, min_hits)
     busy = writing_bit(target) | (STORED if unstored or target is Tier.STORAGE else 0)
-    reach = 0
     for node in path:
         end = min(node.end, depth)
         if end <= node.start:

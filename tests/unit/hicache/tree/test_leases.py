@@ -205,6 +205,10 @@ def test_bad_calls_are_refused_before_anything_changes(bed) -> None:
     ):
         with pytest.raises(ValueError, match=r"slots for pages|need a DEVICE lease|are not within"):
             b.tree.insert(lease, ids, start, end, full=full, swa=swa)
+    with pytest.raises(ValueError, match="states for a tree without MAMBA"):
+        b.tree.insert(lease, ids, 4, 5, full=one, states=[(5, 1)])
+    with pytest.raises(ValueError, match="limit -1 must not be negative"):
+        b.match("abcd", -1)
     with pytest.raises(ValueError, match="outside of"):
         b.tree.lock(lease, 5, DEVICE)
     with pytest.raises(ValueError, match="not of 'd'"):
@@ -217,6 +221,35 @@ def test_bad_calls_are_refused_before_anything_changes(bed) -> None:
         )
     b.tree.check_integrity()
     assert b.match("abcdef").full == 4
+
+
+def test_a_state_outside_of_what_is_offered_is_refused_before_anything_changes(bed) -> None:
+    """Pages would be in the tree that their request believes it still owns."""
+    b = bed((FULL, MAMBA))
+    b.serve("ab")
+    ids = array("I", map(ord, "abcd"))
+    lease = b.lock("ab")
+    full = b.take(DEVICE, FULL, 2)
+    for at in (0, 2, 5):
+        with pytest.raises(ValueError, match=rf"state at {at} is not inside \(2, 4\]"):
+            b.tree.insert(lease, ids, 2, 4, full=full, states=[(4, 1), (at, 2)])
+        with pytest.raises(ValueError, match=rf"state at {at} is not inside \(2, 4\]"):
+            b.tree.insert_host(b"", ids, 2, 4, full=full, states=[(at, 2)])
+    b.tree.check_integrity()
+    assert b.match("abcd").full == 2
+    b.tree.insert(lease, ids, 2, 4, full=full, states=[(4, b.take(DEVICE, MAMBA, 1)[0])])
+    assert b.match("abcd").device == 4
+
+
+def test_a_node_is_split_inside_only(bed) -> None:
+    """A node of no pages would end every walk that comes by."""
+    b = bed()
+    b.serve("abcd")
+    node = b.match("abcd").node
+    for at in (0, 4):
+        with pytest.raises(InvariantViolation, match="cannot split"):
+            b.tree._forest.split(node, at)
+    b.tree.check_integrity()
 
 
 def test_check_integrity_notices_what_it_promises_to(bed) -> None:
