@@ -45,7 +45,7 @@ def check_integrity(f: Forest) -> None:
     for node in nodes:
         _check_links(f, node)
         if node.parent is not None:
-            _check_pages(node)
+            _check_pages(f, node)
             _check_statistics(node)
             _check_windows(node)
     _check_counters(f, nodes)
@@ -82,13 +82,14 @@ def _check_links(f: Forest, node: Node) -> None:
     _demand(on_device == node.device_children, f"{_name(node)}: {on_device} device children")
 
 
-def _check_pages(node: Node) -> None:
+def _check_pages(f: Forest, node: Node) -> None:
     length = node.end - node.start
     _demand(length > 0, f"{_name(node)} is empty")
     page = len(node.tokens) // length
     _demand(page * length == len(node.tokens), f"{_name(node)} has {len(node.tokens)} token bytes")
     _demand(len(node.device) <= length and NO_SLOT not in node.device, f"{_name(node)}: device slots")
-    _demand(len(node.hashes) <= length, f"{_name(node)} has {len(node.hashes)} hashes")
+    named = len(node.hashes)
+    _demand(named == length if f.observer else named <= length, f"{_name(node)} has {named} hashes")
     _demand(node.flags is None or len(node.flags) == length, f"{_name(node)}: flags")
     host = node.host if node.host is not None else array("i")
     _demand(not host or len(host) == length, f"{_name(node)} has {len(host)} host slots")

@@ -181,25 +181,15 @@ def _tell_beliefs_lost(f: Forest, node: Node, first: int, why: Loss) -> None:
 
 
 def _digests(f: Forest, node: Node, start: int, end: int) -> list[bytes]:
-    """Digests of pages [start, end) of a node, and, if some are new, of all pages above them."""
-    need = end - node.start
-    if len(node.hashes) < need:
-        _name(f, node, need)
+    """Digests of pages [start, end) of a node, made if they are new; all above were told and have theirs."""
+    known, need = len(node.hashes), end - node.start
+    if known < need:
+        above = node.parent
+        assert above is not None
+        before = (node.hashes or above.hashes or (above.scope,))[-1]
+        tokens = memoryview(node.tokens)[known * f.page_bytes : need * f.page_bytes]
+        node.hashes += page_hashes(before, tokens, f.page_size)
     return node.hashes[start - node.start : need]
-
-
-def _name(f: Forest, node: Node, need: int) -> None:
-    unnamed, above = [node], node.parent
-    while above is not None and above.parent is not None and len(above.hashes) < above.end - above.start:
-        unnamed.append(above)
-        above = above.parent
-    assert above is not None
-    previous = above.hashes[-1] if above.parent is not None else above.scope
-    for at in reversed(unnamed):
-        known, wanted = len(at.hashes), need if at is node else at.end - at.start
-        tokens = memoryview(at.tokens)[known * f.page_bytes : wanted * f.page_bytes]
-        at.hashes += page_hashes(at.hashes[-1] if known else previous, tokens, f.page_size)
-        previous = at.hashes[-1]
 
 
 def _digest_before(node: Node, page: int) -> bytes | None:
