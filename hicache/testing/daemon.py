@@ -17,6 +17,7 @@ from hicache.daemon.server import Daemon
 from hicache.rpc import wire
 from hicache.rpc.v1 import cache_pb2, cache_pb2_grpc
 from hicache.storage_backends.base import StorageBackend
+from hicache.storage_backends.grpc import GrpcBackend, Options
 from hicache.testing.services import HOST, Service
 
 BOUND_S = 60.0  # of calls and waits; far more than any takes
@@ -46,6 +47,11 @@ def running_daemon(
         yield daemon
     finally:
         daemon.drain()
+
+
+def connect(address: str, **options: object) -> GrpcBackend:
+    """A backend whose calls have the time that a busy machine may need; `options` are those of Options."""
+    return GrpcBackend.from_options(Options(**{"address": address, "timeout_s": BOUND_S, **options}))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

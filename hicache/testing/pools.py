@@ -128,7 +128,7 @@ class GatedCopyEngine(CopyEngine):
         if parts:
             self._allowed.release(parts)
 
-    def wait_until_held_at(self, part: int, timeout_s: float = 10.0) -> None:
+    def wait_until_held_at(self, part: int, timeout_s: float = 60.0) -> None:
         """Wait until the copy thread stands before the part of this number, counted from 0."""
         with self._moved:
             if not self._moved.wait_for(lambda: self._begun > part, timeout_s):

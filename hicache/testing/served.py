@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hicache.config.server import server_config
 from hicache.server.run import Report, Server
 
-_READY_S = 30.0
+_READY_S = 60.0
 
 
 @dataclass(slots=True)

@@ -149,9 +149,9 @@ class Service(ABC):
 
     def kill(self) -> None:
         """End it with SIGKILL, as a crash would; nothing happens if it does not run."""
-        self._end(signal.SIGKILL, timeout_s=10.0)
+        self._end(signal.SIGKILL, timeout_s=60.0)
 
-    def stop(self, *, timeout_s: float = 10.0) -> None:
+    def stop(self, *, timeout_s: float = 60.0) -> None:
         """End it with SIGTERM, and with SIGKILL if it has not ended after `timeout_s`."""
         self.resume()
         self._end(signal.SIGTERM, timeout_s=timeout_s)

@@ -28,7 +28,7 @@ from hicache.testing.sglang_pools import FakeConfig
 from hicache.transfer.counters import Counters
 
 PAGE, PAGES, LAYERS = 4, 32, 3
-BOUND_S = 20.0
+BOUND_S = 60.0
 WINDOW = 2  # pages
 
 

@@ -84,7 +84,7 @@ class TransferWorld:
 
     def end(self) -> Done:
         """Wait for the end of the one job in flight."""
-        assert self.executor.wait(10)
+        assert self.executor.wait(60)
         (done,) = self.executor.poll()
         return done
 
@@ -108,7 +108,7 @@ class TransferWorld:
         return [page_bytes(self.host, ref.component, slot) for ref, slot in zip(refs, slots, strict=True)]
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Poll a condition that another thread makes true."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -12,9 +12,8 @@ from hicache.daemon.arena_store import ArenaStore
 from hicache.daemon.server import Daemon
 from hicache.registry import create_backend
 from hicache.storage_backends.base import StorageBackend
-from hicache.storage_backends.grpc import GrpcBackend, Options
 from hicache.testing.backend_suite import BackendSuite, CapacitySuite
-from hicache.testing.daemon import running_daemon
+from hicache.testing.daemon import connect, running_daemon
 from hicache.testing.session_suite import SessionSuite
 
 
@@ -35,12 +34,8 @@ class _OverLoopback(BackendSuite):
         return self.client()
 
     def client(self) -> StorageBackend:
-        backend = GrpcBackend.from_options(
-            Options(
-                address=self.daemons[-1].address,
-                fingerprint=self.fingerprint,
-                data_planes=self.data_planes,
-            )
+        backend = connect(
+            self.daemons[-1].address, fingerprint=self.fingerprint, data_planes=self.data_planes
         )
         assert backend.stats().details["data_plane"] == self.data_planes.partition(",")[0]
         return backend

@@ -290,7 +290,5 @@ class TestOptions:
     def test_a_wrong_option_is_named(self, given: dict[str, object], named: str) -> None:
         """Redis metadata, for one, would end the process without a word."""
         wrong = Options(master_server_address="127.0.0.1:1", **given)
-        started = time.monotonic()
         with pytest.raises(ConfigError, match=named):
             MooncakeBackend.from_options(wrong)
-        assert time.monotonic() - started < 1.0

@@ -176,7 +176,7 @@ class FailingLoads:
 
     def ask(self, rid: str, prompt: array[int]) -> tuple[list[int], Progress]:
         news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
-        self.thread.submit(Request(rid, array("I", prompt), len(prompt), 3), news.put).result(10)
+        self.thread.submit(Request(rid, array("I", prompt), len(prompt), 3), news.put).result(60)
         got: list[int] = []
         while True:
             progress = news.get(timeout=30)
@@ -189,7 +189,7 @@ class FailingLoads:
 def served() -> Iterator[FailingLoads]:
     made = FailingLoads()
     yield made
-    made.thread.stop(lambda _: None, timeout_s=10)
+    made.thread.stop(lambda _: None, timeout_s=60)
     made.engine.close()
 
 

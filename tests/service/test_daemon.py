@@ -17,9 +17,17 @@ from hicache.daemon.server import Daemon
 from hicache.rpc.v1 import cache_pb2 as pb
 from hicache.rpc.v1.cache_pb2_grpc import CacheStub
 from hicache.storage_backends.base import StorageBackend, WriteOutcome
-from hicache.storage_backends.grpc import GrpcBackend, Options
 from hicache.testing.backend_suite import pattern, read, reserve, write
-from hicache.testing.daemon import begin, generated_client, hello, poll, present, running_daemon, status
+from hicache.testing.daemon import (
+    begin,
+    connect,
+    generated_client,
+    hello,
+    poll,
+    present,
+    running_daemon,
+    status,
+)
 
 BOUND_S = 60.0
 
@@ -38,7 +46,7 @@ def stub(daemon: Daemon) -> Iterator[CacheStub]:
 
 @pytest.fixture
 def backend(daemon: Daemon) -> Iterator[StorageBackend]:
-    backend = GrpcBackend.from_options(Options(address=daemon.address))
+    backend = connect(daemon.address)
     yield backend
     backend.close()
 
@@ -107,10 +115,7 @@ class TestHello:
     ) -> None:
         """After a change of weights a replica would load the old weights' KV, or silently share nothing."""
         with caplog.at_level(logging.WARNING):
-            old, new = (
-                GrpcBackend.from_options(Options(address=daemon.address, model_name="m", fingerprint=f))
-                for f in ("old", "new")
-            )
+            old, new = (connect(daemon.address, model_name="m", fingerprint=f) for f in ("old", "new"))
             assert "new is isolated from old under the same model name" in caplog.text
         assert hello(stub, model_name="m", model_fingerprint="new").other_fingerprints == ["old"]
         assert hello(stub, model_name="else", model_fingerprint="new").notice == ""
@@ -137,7 +142,7 @@ class TestHello:
         """Replicas that came and went would fill the table, or a quiet one would lose L3 for good."""
         clock = ManualClock()
         with running_daemon(clock=clock, max_sessions=1) as daemon, generated_client(daemon.address) as stub:
-            backend = GrpcBackend.from_options(Options(address=daemon.address))
+            backend = connect(daemon.address)
             assert status(lambda: hello(stub)) is grpc.StatusCode.RESOURCE_EXHAUSTED
             clock.advance(601.0)
             other = hello(stub).session
@@ -153,7 +158,7 @@ class TestLeases:
         clock = ManualClock()
         settings = {"capacity": 10_000, "reservation_bytes": 10_000, "lease_seconds": 10.0}
         with running_daemon(clock=clock, **settings) as daemon:
-            backend = GrpcBackend.from_options(Options(address=daemon.address))
+            backend = connect(daemon.address)
             write(backend, {"a": pattern(1000), "b": pattern(1000)})
             assert backend.probe(["a"]) == b"\x01"
             write(backend, {f"flood{i}": pattern(1000) for i in range(9)})
@@ -168,7 +173,7 @@ class TestLeases:
         clock = ManualClock()
         settings = {"capacity": 10_000, "reservation_bytes": 10_000, "lease_bytes": 2500}
         with running_daemon(clock=clock, **settings) as daemon, generated_client(daemon.address) as stub:
-            backend = GrpcBackend.from_options(Options(address=daemon.address))
+            backend = connect(daemon.address)
             keys = [f"k{i}" for i in range(9)]
             write(backend, {key: pattern(1000) for key in keys})
             session = hello(stub).session
@@ -184,7 +189,7 @@ class TestWrites:
         """A replica that dies between reserving and writing would block its keys and room for good."""
         clock = ManualClock()
         with running_daemon(clock=clock, reservation_seconds=30.0) as daemon:
-            left, other = (GrpcBackend.from_options(Options(address=daemon.address)) for _ in range(2))
+            left, other = (connect(daemon.address) for _ in range(2))
             reservation = reserve(left, "k", 1000)
             clock.advance(29.0)
             daemon.housekeep()
@@ -264,7 +269,7 @@ class TestWatch:
         """A router would send requests to a replica whose prefix has gone."""
         settings = {"capacity": 10_000, "reservation_bytes": 10_000, "lease_seconds": 0.0}
         with running_daemon(**settings) as daemon, generated_client(daemon.address) as stub:
-            backend = GrpcBackend.from_options(Options(address=daemon.address, fingerprint="f"))
+            backend = connect(daemon.address, fingerprint="f")
             events = stub.Watch(pb.WatchRequest(session=hello(stub, model_fingerprint="f").session))
             assert next(events).subscribed.epoch == daemon.epoch
             write(backend, {"a": pattern(6000)})
@@ -285,10 +290,7 @@ class TestWatch:
 
     def test_a_session_hears_of_its_own_model_and_prefix_only(self, stub: CacheStub, daemon: Daemon) -> None:
         """A router of one model would act on another's keys."""
-        mine, others = (
-            GrpcBackend.from_options(Options(address=daemon.address, fingerprint=f))
-            for f in ("mine", "others")
-        )
+        mine, others = (connect(daemon.address, fingerprint=f) for f in ("mine", "others"))
         session = hello(stub, model_fingerprint="mine").session
         events = stub.Watch(pb.WatchRequest(session=session, prefix="p/"))
         everything = stub.Watch(pb.WatchRequest())
@@ -307,9 +309,9 @@ class TestWatch:
 
     def test_a_clear_of_another_model_is_not_told(self, stub: CacheStub, daemon: Daemon) -> None:
         """A router would forget every replica's pages because one model was cleared."""
-        others = GrpcBackend.from_options(Options(address=daemon.address, fingerprint="others"))
+        others = connect(daemon.address, fingerprint="others")
         for session in (hello(stub).session, hello(stub, model_fingerprint="mine").session):
-            backend = GrpcBackend.from_options(Options(address=daemon.address, fingerprint="mine"))
+            backend = connect(daemon.address, fingerprint="mine")
             events = stub.Watch(pb.WatchRequest(session=session))
             assert next(events).HasField("subscribed")
             others.clear("others/")
@@ -323,7 +325,7 @@ class TestWatch:
     def test_a_watcher_that_lags_is_told_what_it_lost(self) -> None:
         """A router would take a picture with holes for the whole one."""
         with running_daemon(watch_queue=1) as daemon, generated_client(daemon.address) as stub:
-            backend = GrpcBackend.from_options(Options(address=daemon.address))
+            backend = connect(daemon.address)
             events = stub.Watch(pb.WatchRequest())
             assert next(events).HasField("subscribed")
             write(backend, {key: b"1" for key in "abc"})  # told at once, and only one has room
@@ -378,7 +380,7 @@ class TestOperation:
     def test_metrics_count_what_clients_did(self, planes: str, attached: int, write_call: str) -> None:
         """An operator would see a flat line while the store is evicting everything."""
         with running_daemon(metrics_port=0) as daemon:
-            backend = GrpcBackend.from_options(Options(address=daemon.address, data_planes=planes))
+            backend = connect(daemon.address, data_planes=planes)
             write(backend, {"a": pattern(1000)})
             backend.probe(["a", "b"])
             read(backend, ["a"], 1000)

@@ -13,7 +13,7 @@ from hicache.rpc.v1.cache_pb2_grpc import CacheStub
 from hicache.storage_backends.memory import MemoryBackend
 from hicache.testing.daemon import begin, generated_client, hello, present, running_daemon, status
 
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 @pytest.fixture

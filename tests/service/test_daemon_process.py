@@ -16,9 +16,9 @@ import pytest
 from hicache.errors import BackendError, BackendTimeout, BackendUnavailable
 from hicache.rpc.v1 import cache_pb2 as pb
 from hicache.storage_backends.base import MISS, WriteOutcome
-from hicache.storage_backends.grpc import GrpcBackend, Options
+from hicache.storage_backends.grpc import GrpcBackend
 from hicache.testing.backend_suite import pattern, read, reserve, write
-from hicache.testing.daemon import DaemonProcess, begin, generated_client, hello, poll
+from hicache.testing.daemon import DaemonProcess, begin, connect, generated_client, hello, poll
 from hicache.testing.services import free_port, patiently
 
 BOUND_S = 60.0
@@ -35,7 +35,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def backend(daemon: DaemonProcess) -> Iterator[GrpcBackend]:
-    backend = GrpcBackend.from_options(Options(address=daemon.address, timeout_s=TIMEOUT_S))
+    backend = connect(daemon.address)
     yield backend
     backend.close()
 
@@ -119,10 +119,9 @@ class TestDeath:
         assert backend.probe(["k", "other"]) == b"\x00\x00"
         assert backend.commit([other]) == [WriteOutcome.STORED]
 
-    def test_a_daemon_that_hangs_is_a_timeout_within_the_bound(
-        self, daemon: DaemonProcess, backend: GrpcBackend
-    ) -> None:
+    def test_a_daemon_that_hangs_is_a_timeout_within_the_bound(self, daemon: DaemonProcess) -> None:
         """A daemon stopped by the kernel would stop every replica with it."""
+        backend = connect(daemon.address, timeout_s=TIMEOUT_S)
         patiently(lambda: write(backend, {"a": pattern(1000)}))
         buffer = bytearray(1000)
         daemon.pause()
@@ -137,6 +136,7 @@ class TestDeath:
         poll(lambda: answers(backend))
         assert bytes(buffer) == left
         assert patiently(lambda: read(backend, ["a"], 1000)) == [pattern(1000)]
+        backend.close()
 
     def test_a_client_killed_in_mid_write_leaves_nothing(
         self, daemon: DaemonProcess, backend: GrpcBackend
@@ -169,7 +169,7 @@ class TestDeath:
         """Replicas would have to be restarted when the daemon comes up after them."""
         with DaemonProcess(tmp_path) as daemon:
             daemon.kill()
-            backend = GrpcBackend.from_options(Options(address=daemon.address, timeout_s=TIMEOUT_S))
+            backend = connect(daemon.address)
             with pytest.raises(BackendUnavailable):
                 backend.read(["a"], [memoryview(bytearray(1))])
             daemon.restart()
@@ -184,8 +184,8 @@ class TestDeath:
         script = (
             "import os, sys\n"
             "from hicache.errors import BackendUnavailable\n"
-            "from hicache.storage_backends.grpc import GrpcBackend, Options\n"
-            f"backend = GrpcBackend.from_options(Options(address={daemon.address!r}))\n"
+            "from hicache.testing.daemon import connect\n"
+            f"backend = connect({daemon.address!r})\n"
             "child = os.fork()\n"
             "if child == 0:\n"
             "    try:\n"
@@ -210,7 +210,7 @@ class TestCommand:
         try:
             poll(ready.exists)
             told = json.loads(ready.read_text())
-            backend = GrpcBackend.from_options(Options(address=told["address"]))
+            backend = connect(told["address"])
             assert write(backend, {"a": b"1"}) == {"a": WriteOutcome.STORED}
             backend.close()
             process.send_signal(signal.SIGTERM)
@@ -328,7 +328,7 @@ class TestCommand:
             poll(ready.exists)
             told = json.loads(ready.read_text())
             assert told["port"] not in (0, port)
-            backend = GrpcBackend.from_options(Options(address=told["address"]))
+            backend = connect(told["address"])
             assert backend.stats().details["store"] == "file"
             backend.close()
         finally:

@@ -63,7 +63,7 @@ def shown() -> dict[str, set[str]]:
         addresses = [f"http://127.0.0.1:{daemon.metrics_port}/metrics", f"{server.url}/metrics"]
         pages = []
         for address in addresses:
-            with urllib.request.urlopen(address, timeout=10) as reply:
+            with urllib.request.urlopen(address, timeout=60) as reply:
                 pages.append(reply.read().decode())
     return labels_of(pages)
 

@@ -14,11 +14,11 @@ from hicache.daemon.server import Drained
 from hicache.errors import BackendUnavailable
 from hicache.rpc.v1 import cache_pb2 as pb
 from hicache.storage_backends.base import WriteOutcome
-from hicache.storage_backends.grpc import GrpcBackend, Options
 from hicache.testing.backend_suite import reserve
 from hicache.testing.daemon import (
     BOUND_S,
     begin,
+    connect,
     generated_client,
     hello,
     poll,
@@ -104,8 +104,7 @@ def test_while_it_drains_new_calls_are_refused_at_once() -> None:
 def test_while_it_drains_a_write_that_has_begun_may_end_and_none_begins(planes: str) -> None:
     """A page that lies in the shared memory already would be lost for want of its last word."""
     with Upload(drain_seconds=BOUND_S) as upload:
-        options = Options(address=upload.daemon.address, data_planes=planes)
-        backend = GrpcBackend.from_options(options)
+        backend = connect(upload.daemon.address, data_planes=planes)
         held = reserve(backend, "b", 3)
         held.buffer[:] = b"abc"
         dropped = reserve(backend, "c", 3)

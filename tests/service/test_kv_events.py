@@ -120,7 +120,7 @@ def described(server: Served) -> dict[str, Any]:
 
 def ask(server: Served, prompt: list[int]) -> None:
     body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
-    httpx.post(f"{server.url}/generate", json=body, timeout=30).raise_for_status()
+    httpx.post(f"{server.url}/generate", json=body, timeout=60).raise_for_status()
 
 
 def prompt_of(seed: int, pages: int) -> list[int]:

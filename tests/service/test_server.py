@@ -38,7 +38,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def client(served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=30.0) as client:
+    with httpx.Client(base_url=served.url, timeout=60.0) as client:
         eventually(lambda: client.post("/flush_cache").status_code == 200)
         yield client
 
@@ -299,7 +299,7 @@ def test_an_idle_server_offers_what_it_holds_to_a_store_that_is_attached_late() 
     with (
         running_daemon() as daemon,
         running_server(enable_hierarchical_cache=True) as served,
-        httpx.Client(base_url=served.url, timeout=30) as client,
+        httpx.Client(base_url=served.url, timeout=60) as client,
     ):
         ask(client, PROMPT + [7] * 200)
         config = json.dumps({"address": daemon.address})
@@ -319,7 +319,7 @@ def test_an_idle_server_fills_a_daemon_that_has_started_anew() -> None:
     with contextlib.ExitStack() as first:
         daemon = first.enter_context(running_daemon(port=port))
         with running_server(**flags) as served:
-            with httpx.Client(base_url=served.url, timeout=30) as client:
+            with httpx.Client(base_url=served.url, timeout=60) as client:
                 ask(client, PROMPT + [8] * 200)
             eventually(lambda: stored(daemon) >= 25, within_s=30.0)
             first.close()
@@ -346,10 +346,10 @@ def test_a_second_replica_finds_in_the_daemon_what_the_first_computed() -> None:
             "hicache_storage_backend": "grpc",
             "hicache_storage_backend_extra_config": {"address": daemon.address},
         }
-        with running_server(**flags) as one, httpx.Client(base_url=one.url, timeout=30) as client:
+        with running_server(**flags) as one, httpx.Client(base_url=one.url, timeout=60) as client:
             first = ask(client, prompt)
             eventually(lambda: "store_objects" in client.get("/metrics").text)
-        with running_server(**flags) as two, httpx.Client(base_url=two.url, timeout=30) as client:
+        with running_server(**flags) as two, httpx.Client(base_url=two.url, timeout=60) as client:
             second = ask(client, prompt)
     assert second["output_ids"] == first["output_ids"]
     assert second["meta_info"]["cached_tokens_details"] == {"device": 0, "host": 0, "storage": 384}
@@ -364,7 +364,7 @@ def test_a_daemon_that_is_not_there_yet_costs_nothing_and_is_found_later() -> No
         "hicache_storage_backend": "grpc",
         "hicache_storage_backend_extra_config": {"address": f"127.0.0.1:{port}", "timeout_s": 0.3},
     }
-    with running_server(**flags) as served, httpx.Client(base_url=served.url, timeout=30) as client:
+    with running_server(**flags) as served, httpx.Client(base_url=served.url, timeout=60) as client:
         cold = ask(client, prompt)
         with running_daemon(port=port):
             eventually(lambda: storage_hit(client, prompt, cold["output_ids"]), within_s=20.0)
@@ -387,12 +387,12 @@ def test_a_store_that_cannot_be_opened_yet_is_tried_again(
     monkeypatch.setattr(storage, "create_backend", open_late)
     with (
         running_server(enable_hierarchical_cache=True, hicache_storage_backend="memory") as served,
-        httpx.Client(base_url=served.url, timeout=30) as client,
+        httpx.Client(base_url=served.url, timeout=60) as client,
     ):
         ask(client, PROMPT)
         assert "cannot be reached, serving without L3" in caplog.text
         assert client.get("/hicache/storage-backend").json()["attached"] is False
-        assert opened.wait(20)
+        assert opened.wait(60)
         eventually(lambda: client.get("/hicache/storage-backend").json()["usable"])
     assert len(tries) == 3
 
@@ -418,7 +418,7 @@ def test_a_store_that_stays_away_is_told_of_once_and_asked_for_again(
     with caplog.at_level(logging.INFO), running_server(**flags) as served:
         eventually(lambda: opened[0].count("probe") >= 30, within_s=60.0)
         (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-        with running_daemon(port=port), httpx.Client(base_url=served.url, timeout=30) as client:
+        with running_daemon(port=port), httpx.Client(base_url=served.url, timeout=60) as client:
             eventually(lambda: client.get("/hicache/storage-backend").json()["usable"], within_s=60.0)
     assert said.startswith("grpc cannot be reached, serving without L3 and trying again: ")
     assert [record.getMessage() for record in caplog.records].count("L3: grpc is attached") == 1
@@ -437,7 +437,7 @@ def test_a_store_that_fails_is_shown_as_unusable_until_it_works_again(
 
     monkeypatch.setattr(storage, "create_backend", faulty)
     flags = {"enable_hierarchical_cache": True, "enable_metrics": True, "hicache_storage_backend": "memory"}
-    with running_server(**flags) as served, httpx.Client(base_url=served.url, timeout=30) as client:
+    with running_server(**flags) as served, httpx.Client(base_url=served.url, timeout=60) as client:
 
         def usable() -> tuple[bool, float]:
             shown = client.get("/hicache/storage-backend").json()
@@ -467,7 +467,7 @@ def test_a_prompt_in_flight_is_finished_when_the_server_is_stopped() -> None:
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 200}, "stream": True}
     with (
         running_server(model_preset="full", drain_seconds=20.0) as served,
-        httpx.stream("POST", f"{served.url}/generate", json=body, timeout=30) as reply,
+        httpx.stream("POST", f"{served.url}/generate", json=body, timeout=60) as reply,
     ):
         lines = events(reply.iter_lines())
         next(lines)

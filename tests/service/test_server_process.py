@@ -185,7 +185,7 @@ def processes(tmp_path: Path) -> Iterator[list[Process]]:
 
 def ask(process: Process) -> dict[str, object]:
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}
-    reply = httpx.post(f"{process.url}/generate", json=body, timeout=30)
+    reply = httpx.post(f"{process.url}/generate", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     return dict(reply.json())
 

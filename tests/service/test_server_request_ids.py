@@ -16,7 +16,7 @@ PROMPT = random.Random(17).choices(range(256), k=200)
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with running_server() as served, httpx.Client(base_url=served.url, timeout=30.0) as client:
+    with running_server() as served, httpx.Client(base_url=served.url, timeout=60.0) as client:
         yield client
 
 

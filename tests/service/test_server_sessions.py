@@ -23,7 +23,7 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture
 def client(served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=30.0) as client:
+    with httpx.Client(base_url=served.url, timeout=60.0) as client:
         yield client
 
 
@@ -149,7 +149,7 @@ def test_with_sessions_off_requests_are_served_and_control_says_so() -> None:
     """A flag that is off would look like sessions that do not work."""
     with (
         running_server(enable_session_radix_cache=False) as served,
-        httpx.Client(base_url=served.url, timeout=30.0) as client,
+        httpx.Client(base_url=served.url, timeout=60.0) as client,
     ):
         assert cached(client, prompt(), session_id="s") == 0
         reply = client.post("/close_session", json={"session_id": "s"})

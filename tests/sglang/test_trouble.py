@@ -27,7 +27,7 @@ from hicache.testing.sglang_pools import (
 )
 
 KEYS = [hashlib.sha256(bytes([i])).hexdigest() for i in range(16)]
-BOUND_S = 10.0
+BOUND_S = 60.0
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -27,6 +27,8 @@ from hicache.testing.sglang_device import (
     until,
 )
 
+PATIENCE_S = 60.0  # of a busy machine
+
 
 def test_a_store_that_hangs_costs_one_bounded_wait(rank: Callable[..., Rank], store: Shared) -> None:
     """Lookups run on the scheduler's thread: every second there stops all decoding."""
@@ -34,12 +36,12 @@ def test_a_store_that_hangs_costs_one_bounded_wait(rank: Callable[..., Rank], st
     store.gate.clear()
     began = time.monotonic()
     assert one.core.lookup("first", families(one.group, keys(4))) == []
-    assert 0.25 < time.monotonic() - began < 2
+    assert 0.25 < time.monotonic() - began < PATIENCE_S
     began = time.monotonic()
-    for i in range(50):
+    for i in range(400):  # two minutes, if each waited
         one.core.num_answers()
         assert one.core.lookup(f"r{i}", families(one.group, keys(4, chain=str(i)))) == []
-    assert time.monotonic() - began < 0.25
+    assert time.monotonic() - began < PATIENCE_S
     store.gate.set()
 
 
@@ -73,9 +75,9 @@ def test_requests_share_the_waiting_of_a_tick(rank: Callable[..., Rank], store: 
     thread.start()
     store.gate.clear()
     try:
-        for i in range(20):
+        for i in range(600):  # two minutes, if each waited
             assert one.core.lookup(f"r{i}", families(one.group, keys(4, chain=str(i)))) == []
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < PATIENCE_S
     finally:
         slow.set()
         thread.join()
@@ -137,7 +139,7 @@ def test_a_layer_that_does_not_come_fails_its_requests_in_time(rank: Callable[..
     began = time.monotonic()
     for layer in range(LAYERS):
         b.core.gates.wait_until(layer)
-    assert 0.25 < time.monotonic() - began < 2
+    assert 0.25 < time.monotonic() - began < PATIENCE_S  # the copy itself would never come
     threading.Timer(0.1, hold.go.set).start()
     assert not b.core.finish(index)
     assert b.counter("loads_failed") == 1

@@ -107,7 +107,7 @@ def serve(server: Server) -> Iterator[Server]:
     yield server
     server.shutdown()
     server.server_close()
-    thread.join(5)
+    thread.join(60)
 
 
 @pytest.fixture(params=[False, True], ids=["incremental", "cumulative"])

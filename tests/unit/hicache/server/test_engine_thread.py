@@ -41,7 +41,7 @@ class Harness:
 
     def submit(self, request: Request) -> queue.SimpleQueue[Progress]:
         news: queue.SimpleQueue[Progress] = queue.SimpleQueue()
-        self.thread.submit(request, news.put).result(10)
+        self.thread.submit(request, news.put).result(60)
         return news
 
 
@@ -49,7 +49,7 @@ class Harness:
 def harness() -> Iterator[Harness]:
     made = Harness()
     yield made
-    made.thread.stop(lambda _: None, timeout_s=10)
+    made.thread.stop(lambda _: None, timeout_s=60)
     assert made.engine is not None
     made.engine.close()
 
@@ -61,7 +61,7 @@ def prompt(rid: str, *, new: int = 3, stop: frozenset[int] = frozenset()) -> Req
 def read(news: queue.SimpleQueue[Progress]) -> tuple[list[int], Progress]:
     tokens: list[int] = []
     while True:
-        progress = news.get(timeout=10)
+        progress = news.get(timeout=60)
         tokens += progress.tokens
         if progress.finish is not None:
             return tokens, progress
@@ -83,7 +83,7 @@ def test_a_refused_request_leaves_the_engine_running(harness: Harness) -> None:
     with pytest.raises(RequestRefused, match="exceed"):
         harness.submit(prompt("a", new=10_000))
     with pytest.raises(ConfigError, match="no"):
-        harness.thread.call(raise_config_error).result(10)
+        harness.thread.call(raise_config_error).result(60)
     assert read(harness.submit(prompt("b")))[1].finish is Finish.LENGTH
 
 
@@ -94,38 +94,38 @@ def raise_config_error(_: Scheduler) -> None:
 def test_an_abort_reaches_the_one_who_waits(harness: Harness) -> None:
     """A client would wait for ever for a request that is gone."""
     news = harness.submit(prompt("a", new=900))
-    news.get(timeout=10)
-    assert harness.thread.abort("a").result(10) is True
+    news.get(timeout=60)
+    assert harness.thread.abort("a").result(60) is True
     assert read(news)[1].finish is Finish.ABORT
-    assert harness.thread.abort("a").result(10) is False
+    assert harness.thread.abort("a").result(60) is False
 
 
 def test_a_broken_law_ends_the_engine_and_tells_everybody(harness: Harness) -> None:
     """Law: a crash, never a wrong answer; and never a silent one."""
     news = harness.submit(prompt("a", new=900))
-    news.get(timeout=10)
+    news.get(timeout=60)
 
     def break_a_law(_: Scheduler) -> None:
         raise InvariantViolation("slot 3 has two owners")
 
     with pytest.raises(InvariantViolation):
-        harness.thread.call(break_a_law).result(10)
+        harness.thread.call(break_a_law).result(60)
     _, last = read(news)
     assert last.finish is Finish.ABORT
     assert "slot 3 has two owners" in last.message
-    assert harness.failed.wait(10)
+    assert harness.failed.wait(60)
     assert not harness.thread.alive
     with pytest.raises(EngineStopped, match="slot 3"):
-        harness.thread.submit(prompt("b"), lambda _: None).result(10)
-    assert harness.thread.stop(lambda _: None, timeout_s=10) is False
+        harness.thread.submit(prompt("b"), lambda _: None).result(60)
+    assert harness.thread.stop(lambda _: None, timeout_s=60) is False
 
 
 def test_stopping_ends_requests_and_runs_the_last_work(harness: Harness) -> None:
     """A shutdown would leave clients hanging, or dirty pages unwritten."""
     news = harness.submit(prompt("a", new=900))
     flushed: list[bool] = []
-    assert harness.thread.stop(lambda scheduler: flushed.append(scheduler.idle), timeout_s=10)
+    assert harness.thread.stop(lambda scheduler: flushed.append(scheduler.idle), timeout_s=60)
     assert flushed == [True]
     assert "shutting down" in read(news)[1].message
     with pytest.raises(EngineStopped):
-        harness.thread.call(lambda _: None).result(10)
+        harness.thread.call(lambda _: None).result(60)

@@ -77,7 +77,7 @@ def test_a_reader_of_a_layer_waits_for_the_last_pool_of_its_family(bench: Bench,
         waiting.result(timeout=0.02)
     assert not ticket.done()
     bench.gate.allow(1)
-    waiting.result(timeout=10)
+    waiting.result(timeout=60)
     for part in SCHEDULE[layer]:
         move = next(m for m in MOVES if m.component is part.component)
         for source, target in zip(move.sources, move.targets, strict=True):
@@ -94,7 +94,7 @@ def test_earlier_layers_are_open_while_later_ones_are_on_their_way(bench: Bench)
     ticket = bench.executor.start_load(JobId(1), MOVES)
     bench.gate.allow(sum(len(parts) for parts in SCHEDULE[:3]))
     for layer in range(3):
-        bench.read(ticket.wait_layer, layer).result(timeout=10)
+        bench.read(ticket.wait_layer, layer).result(timeout=60)
     assert not ticket.done()
     assert bench.executor.poll() == []
 
@@ -104,13 +104,13 @@ def test_loads_queue_and_end_in_order(bench: Bench) -> None:
     first = bench.executor.start_load(JobId(1), MOVES[:1])
     second = bench.executor.start_load(JobId(2), MOVES[1:])
     bench.gate.allow(sum(1 for part in PARTS if part.component is FULL))
-    bench.read(first.wait_layer, len(SCHEDULE) - 1).result(timeout=10)
+    bench.read(first.wait_layer, len(SCHEDULE) - 1).result(timeout=60)
     assert not second.done()
     bench.gate.allow(len(PARTS))
-    bench.read(second.wait_layer, len(SCHEDULE) - 1).result(timeout=10)
+    bench.read(second.wait_layer, len(SCHEDULE) - 1).result(timeout=60)
     done = []
     while len(done) < 2:
-        assert bench.executor.wait(10)
+        assert bench.executor.wait(60)
         done += bench.executor.poll()
     assert [(d.job, d.kind, d.failed) for d in done] == [(1, JobKind.LOAD, False), (2, JobKind.LOAD, False)]
 
@@ -123,14 +123,14 @@ def test_a_copy_that_fails_wakes_every_reader_with_the_reason(broken: tuple[str,
     waiting = bench.read(ticket.wait_layer, len(SCHEDULE) - 1)
     bench.gate.allow(len(PARTS))
     with pytest.raises(HiCacheError, match=f"load 1: .*{broken[0]} layer {broken[1]}"):
-        waiting.result(timeout=10)
-    assert bench.executor.wait(10)
+        waiting.result(timeout=60)
+    assert bench.executor.wait(60)
     assert [(d.job, d.failed) for d in bench.executor.poll()] == [(1, True)]
     assert bench.executor.counters()["load_failed"] == 1
 
     again = bench.executor.start_load(JobId(2), [])  # the copy thread has survived
     again.wait_layer(0)
-    assert bench.executor.wait(10)
+    assert bench.executor.wait(60)
     assert [d.failed for d in bench.executor.poll()] == [False]
     bench.close()
 
@@ -148,7 +148,7 @@ def test_a_load_that_fails_says_which_pages_can_be_copied(pool: str, flags: byte
     ]
     bench.executor.start_load(JobId(1), moves)
     bench.gate.allow(1000)
-    assert bench.executor.wait(10)
+    assert bench.executor.wait(60)
     (done,) = bench.executor.poll()
     assert done.failed is (0 in flags)
     assert done.flags == (flags if done.failed else b"")
@@ -159,7 +159,7 @@ def test_a_write_that_fails_is_reported_as_failed() -> None:
     """The cache must not publish host pages that were filled in part."""
     bench = Bench(fail_on=("full_index", 1))
     bench.executor.start_write(JobId(4), [Move(FULL, array("i", [0]), array("i", [0]))])
-    assert bench.executor.wait(10)
+    assert bench.executor.wait(60)
     assert [(d.job, d.kind, d.failed) for d in bench.executor.poll()] == [(4, JobKind.WRITE, True)]
     bench.close()
 
@@ -175,7 +175,7 @@ def test_a_broken_law_on_a_worker_reaches_the_caches_thread() -> None:
     device, host = DevicePools(SPEC, capacities), HostPools(SPEC, capacities)
     executor = TransferExecutor(SPEC, device, host, copy=Lawless(CpuCopyEngine(device, host)))
     executor.start_write(JobId(1), [Move(FULL, array("i", [0]), array("i", [0]))])
-    assert executor.wait(10)
+    assert executor.wait(60)
     with pytest.raises(InvariantViolation, match="owned twice"):
         executor.poll()
     executor.close()
@@ -188,7 +188,7 @@ def test_close_returns_in_time_although_a_copy_is_stuck() -> None:
     executor.start_load(JobId(1), MOVES)
     closed = threading.Thread(target=executor.close)
     closed.start()
-    closed.join(timeout=10)
+    closed.join(timeout=60)
     assert not closed.is_alive()
     bench.close()
 

@@ -141,7 +141,7 @@ def test_a_cancelled_job_that_has_not_begun_ends_at_once(
     gate.set()
     ended = []
     while len(ended) < 2:
-        assert world.executor.wait(10)
+        assert world.executor.wait(60)
         ended += world.executor.poll()
     assert {d.job for d in ended} == set(blockers)
     assert store.count("read") == 0
@@ -169,8 +169,8 @@ def test_detach_ends_jobs_early_and_storage_can_be_attached_again(
     assert world.fetch(REFS, TARGETS).flags == ALL_EIGHT
     with pytest.raises(ValueError, match="attached already"):
         world.executor.attach(store)
-    assert world.executor.detach(10)
-    assert world.executor.detach(10)  # nothing to do is done
+    assert world.executor.detach(60)
+    assert world.executor.detach(60)  # nothing to do is done
 
 
 def test_close_returns_in_time_although_a_store_call_is_stuck(store: FaultyBackend) -> None:
@@ -307,7 +307,7 @@ def test_storage_is_bypassed_when_abandoned_reads_hold_too_much_memory() -> None
         assert not world.executor.has_storage
         assert world.fetch(REFS, TARGETS).failed
         assert store.count("read") == 2
-        assert world.executor.detach(10)
+        assert world.executor.detach(60)
         store.script = always()
         world.executor.attach(store)
         assert world.fetch(REFS, TARGETS).flags == ALL_EIGHT

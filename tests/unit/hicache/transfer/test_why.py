@@ -91,7 +91,7 @@ def test_a_cancelled_and_a_detached_job_say_so(world: TransferWorld, store: Faul
     world.executor.cancel(job)
     gate.set()
     assert world.end().why is Why.CANCELLED
-    assert world.executor.detach(5.0)
+    assert world.executor.detach(60)
     assert not world.executor.storage_bypassed
     assert world.fetch(REFS, TARGETS).why is Why.DETACHED
 
